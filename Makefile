@@ -1,0 +1,27 @@
+VENV := .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+RANKS ?= 2
+
+.PHONY: demo test lint unit clean
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[torch,demo,dev]'
+	touch $@
+
+demo: $(VENV)/installed  ## Train a small GPT on two processes and show the memory saved
+	$(BIN)/python examples/train_gpt.py --ranks $(RANKS) $(ARGS)
+
+test: lint unit  ## Everything CI runs
+
+lint: $(VENV)/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+unit: $(VENV)/installed
+	$(BIN)/python -m pytest $(ARGS)
+
+clean:
+	rm -rf $(VENV) build runs

@@ -1,0 +1,22 @@
+"""Flat memory that parameters travel in; the only room that rebinds ``param.data``.
+
+A ``StagedBucket`` leaves parameters where they are and copies through a few reused buffers; a ``ViewedBucket`` makes
+parameters views of one flat tensor, so that nothing is copied, and can give them their own memory back.
+Both stand for one ``Bucket`` of a layout and hand out a flat tensor per section; neither talks to other ranks.
+"""
+
+from shardopt.buffers.adoption import find_shared_memory, require_unchanged
+from shardopt.buffers.bucket import OpenBucket, ParamBucket
+from shardopt.buffers.staged import CopyAll, StagedBucket, StagingPool
+from shardopt.buffers.viewed import ViewedBucket
+
+__all__ = [
+    "CopyAll",
+    "OpenBucket",
+    "ParamBucket",
+    "StagedBucket",
+    "StagingPool",
+    "ViewedBucket",
+    "find_shared_memory",
+    "require_unchanged",
+]

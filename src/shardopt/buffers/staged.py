@@ -1,0 +1,140 @@
+"""Parameters keep their own memory; sections are copied through reused staging buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardopt.partition import Bucket, Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CopyAll = Callable[[Sequence[Any], Sequence[Any]], None]
+"""Copies each tensor of the second sequence into its twin in the first, in as few kernels as the framework can."""
+
+
+class StagingPool:
+    """Flat tensors that are taken for one bucket and given back, so that fresh memory is touched once."""
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        self._free: dict[tuple[str, str], list[Tensor]] = {}
+
+    def take(self, numel: int, *, like: Tensor) -> Tensor:
+        """Return a (capacity,) tensor, capacity at least ``numel``, of the dtype and device of ``like``."""
+        free = self._free.setdefault((str(like.dtype), str(like.device)), [])
+        free.sort(key=lambda tensor: tensor.numel())
+        for position, tensor in enumerate(free):
+            if tensor.numel() >= numel:
+                return free.pop(position)
+        if free:
+            free.pop()  # make room for the larger one: as many buffers are held as were ever taken at once
+        return like.detach().new_empty((numel,))
+
+    def give_back(self, tensor: Tensor) -> None:
+        """Take a tensor back that ``take`` returned."""
+        self._free[str(tensor.dtype), str(tensor.device)].append(tensor)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held for reuse."""
+        return sum(t.numel() * t.element_size() for free in self._free.values() for t in free)
+
+
+class StagedBucket:
+    """A bucket whose parameters stay as they are."""
+
+    def __init__(
+        self, plan: Bucket, params: Sequence[Tensor], *, pool: StagingPool, copy_all: CopyAll
+    ) -> None:
+        """Bind ``plan`` to parameters; ``params`` is indexed by the plan's parameter indices."""
+        self.plan = plan
+        self._params = params
+        self._pool = pool
+        self._copy_all = copy_all
+
+    def open(self, ranks: Sequence[int]) -> OpenStagedBucket:
+        """Take staging memory for those sections that need it."""
+        sections = {rank: self.plan.sections[rank] for rank in ranks}
+        direct = {rank: self._direct(section) for rank, section in sections.items()}
+        staged = {rank: s for rank, s in sections.items() if direct[rank] is None}
+        flats = {rank: flat for rank, flat in direct.items() if flat is not None}
+        memory = None
+        if staged:
+            numels = [section.numel for section in staged.values()]
+            memory = self._pool.take(sum(numels), like=self._params[self.plan.params[0]])
+            pieces = memory.narrow(0, 0, sum(numels)).split(numels)  # type: ignore[no-untyped-call]
+            flats.update(zip(staged, pieces, strict=True))
+        return OpenStagedBucket(self, flats, staged, memory)
+
+    def reattach(self) -> None:
+        """Nothing to do: parameters may move freely."""
+
+    def restore(self) -> None:
+        """Nothing to do: parameters have their own memory."""
+
+    def pack(self, section: Section, flat: Tensor) -> None:
+        """Copy the parameters of a section into its flat tensor."""
+        self._copy_all(self._pieces(section, flat), self._values(section))
+
+    def unpack(self, section: Section, flat: Tensor) -> None:
+        """Copy a section's flat tensor into its parameters."""
+        self._copy_all(self._values(section), self._pieces(section, flat))
+
+    def release(self, memory: Tensor) -> None:
+        """Give staging memory back to the pool."""
+        self._pool.give_back(memory)
+
+    def _direct(self, section: Section) -> Tensor | None:
+        """A section that is one contiguous parameter travels from, or into, that parameter's own memory."""
+        if len(section.slots) != 1:
+            return None
+        param = self._params[section.slots[0].param].detach()
+        return param.view(-1) if param.is_contiguous() else None
+
+    def _values(self, section: Section) -> list[Tensor]:
+        return [self._params[slot.param].detach() for slot in section.slots]
+
+    def _pieces(self, section: Section, flat: Tensor) -> list[Tensor]:
+        pieces = flat.split([slot.stop - slot.start for slot in section.slots])  # type: ignore[no-untyped-call]
+        return [
+            piece.view(self._params[slot.param].shape)
+            for piece, slot in zip(pieces, section.slots, strict=True)
+        ]
+
+
+class OpenStagedBucket:
+    """Sections of a ``StagedBucket`` while they travel."""
+
+    def __init__(
+        self,
+        bucket: StagedBucket,
+        flats: dict[int, Tensor],
+        staged: dict[int, Section],
+        memory: Tensor | None,
+    ) -> None:
+        """Hold the flat tensor of each rank's section, which of them are staged, and the memory those lie in."""
+        self._bucket = bucket
+        self._flats = flats
+        self._staged = staged
+        self._memory = memory
+
+    def outgoing(self, rank: int) -> Tensor:
+        """Copy the parameters of ``rank`` in, where they are staged."""
+        if rank in self._staged:
+            self._bucket.pack(self._staged[rank], self._flats[rank])
+        return self._flats[rank]
+
+    def incoming(self, rank: int) -> Tensor:
+        """Return the memory to receive into."""
+        return self._flats[rank]
+
+    def close(self, received: Sequence[int]) -> None:
+        """Copy what was received out, where it is staged, and give the memory back."""
+        for rank in received:
+            if rank in self._staged:
+                self._bucket.unpack(self._staged[rank], self._flats[rank])
+        if self._memory is not None:
+            self._bucket.release(self._memory)
+            self._memory = None

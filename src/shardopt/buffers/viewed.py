@@ -1,0 +1,77 @@
+"""Parameters become views of flat buckets, so that an exchange copies nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shardopt.partition import Bucket, ParamSpec, Slot
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ViewedBucket:
+    """A bucket that owns the memory of its parameters.
+
+    A dense parameter keeps its strides (channels-last weights stay channels-last); any other becomes contiguous.
+    """
+
+    def __init__(self, plan: Bucket, params: Sequence[Tensor], specs: Sequence[ParamSpec]) -> None:
+        """Allocate the bucket and move the parameters in; both sequences are indexed by parameter index."""
+        self.plan = plan
+        self._params = params
+        self._flat = params[plan.params[0]].detach().new_zeros((plan.numel,))
+        self._views: dict[int, Tensor] = {}
+        for section in plan.sections:
+            for slot in section.slots:
+                self._views[slot.param] = _view(self._flat, slot, specs[slot.param])
+        for index, view in self._views.items():
+            view.copy_(params[index].detach())
+            params[index].data = view
+
+    def open(self, ranks: Sequence[int]) -> OpenViewedBucket:
+        """Narrow to the sections of ``ranks``."""
+        sections = [self.plan.sections[rank] for rank in ranks]
+        return OpenViewedBucket({s.rank: self._flat.narrow(0, s.start, s.numel) for s in sections})
+
+    def reattach(self) -> None:
+        """Take back parameters whose ``data`` was replaced by a tensor of equal shape and dtype, with its values."""
+        for index, view in self._views.items():
+            param = self._params[index]
+            if param.data_ptr() != view.data_ptr() or param.stride() != view.stride():
+                view.copy_(param.detach())
+                param.data = view
+
+    def restore(self) -> None:
+        """Copy every parameter out again."""
+        for index in self._views:
+            self._params[index].data = self._params[index].detach().clone()
+        self._views.clear()
+
+
+class OpenViewedBucket:
+    """Sections of a ``ViewedBucket`` while they travel: the memory of the parameters themselves."""
+
+    def __init__(self, flats: dict[int, Tensor]) -> None:
+        """Hold one narrow view per rank."""
+        self._flats = flats
+
+    def outgoing(self, rank: int) -> Tensor:
+        """Return the section as it lies."""
+        return self._flats[rank]
+
+    def incoming(self, rank: int) -> Tensor:
+        """Return the section as it lies."""
+        return self._flats[rank]
+
+    def close(self, received: Sequence[int]) -> None:
+        """Nothing to put away: what arrived is in the parameters."""
+
+
+def _view(flat: Tensor, slot: Slot, spec: ParamSpec) -> Tensor:
+    """The slot of ``flat`` in the shape, and where dense the memory format, of its parameter."""
+    piece = flat.narrow(0, slot.start, slot.stop - slot.start)
+    if spec.is_dense:
+        return piece.as_strided(spec.shape, spec.stride, slot.start)
+    return piece.view(spec.shape)

@@ -1,0 +1,172 @@
+"""Bring the state of all ranks to one rank, in CPU memory, a bounded chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from shardopt.buffers import StagingPool
+from shardopt.checkpoint.skeleton import (
+    TensorSlot,
+    flatten,
+    map_tensors,
+    put_tensors,
+    slots_of,
+    take_tensors,
+)
+from shardopt.collectives import Finish, Group, run_windowed
+from shardopt.partition import Chunk, plan_chunks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DEPTH = 2
+"""Chunks in flight: one being packed or unpacked while another travels."""
+
+
+def consolidate(
+    group: Group,
+    state: dict[Any, Any],
+    *,
+    to: int,
+    chunk_nbytes: int,
+    empty: Callable[[int, str], Tensor],
+    is_tensor: Callable[[Any], bool],
+) -> dict[Any, Any] | None:
+    """Collect the states of all ranks on rank ``to``. Collective.
+
+    Tensors travel as they are, point to point and in chunks; only their shapes, and values that are no tensors, are
+    pickled. A rank other than ``to`` needs memory for two chunks beyond its own state.
+
+    Args:
+        group: The sharding group.
+        state: This rank's state; keys of different ranks differ.
+        to: The receiving rank.
+        chunk_nbytes: Bytes of one message.
+        empty: Makes a flat CPU tensor from a numel and ``str(dtype)``.
+        is_tensor: Whether a value is a tensor.
+
+    Returns:
+        On rank ``to`` the union of all states, every tensor a copy in CPU memory; elsewhere None.
+    """
+    skeleton, tensors = take_tensors(state, is_tensor)
+    skeletons = group.all_gather_object(skeleton)
+    pool = StagingPool()
+    merged: dict[Any, Any] = {}
+    for rank, theirs in enumerate(skeletons):
+        slots = slots_of(theirs)
+        if rank == to == group.rank:
+            merged.update(map_tensors(state, lambda t: _copy_to_cpu(t, empty), is_tensor))
+        elif rank == group.rank:
+            flats = [flatten(tensor) for tensor in tensors]
+            run_windowed(
+                (
+                    partial(_send, group, chunk, kind, to, pool, empty)
+                    for chunk, kind in _plan(slots, flats, chunk_nbytes)
+                ),
+                depth=DEPTH,
+            )
+        elif to == group.rank:
+            flats = [empty(prod(slot.shape), slot.dtype) for slot in slots]
+            run_windowed(
+                (
+                    partial(_receive, group, chunk, kind, rank, pool, empty)
+                    for chunk, kind in _plan(slots, flats, chunk_nbytes)
+                ),
+                depth=DEPTH,
+            )
+            merged.update(
+                put_tensors(
+                    theirs, [slot.shape_flat(flat) for slot, flat in zip(slots, flats, strict=True)]
+                )
+            )
+    return merged if to == group.rank else None
+
+
+def _plan(
+    slots: Sequence[TensorSlot], flats: Sequence[Tensor], chunk_nbytes: int
+) -> Iterator[tuple[Chunk, list[Tensor]]]:
+    """The chunks of one rank's tensors, dtype by dtype, each with the flat tensors that its pieces count in."""
+    kinds: dict[str, list[Tensor]] = {}
+    for slot, flat in zip(slots, flats, strict=True):
+        kinds.setdefault(slot.dtype, []).append(flat)
+    for kind in kinds.values():
+        chunk_numel = max(1, chunk_nbytes // int(kind[0].element_size()))
+        for chunk in plan_chunks([flat.numel() for flat in kind], chunk_numel):
+            yield chunk, kind
+
+
+def _pieces(chunk: Chunk, flats: Sequence[Tensor]) -> list[Tensor]:
+    return [flats[piece.tensor].narrow(0, piece.start, piece.numel) for piece in chunk.pieces]
+
+
+def _split(message: Tensor, chunk: Chunk) -> list[Tensor]:
+    return list(message.split([piece.numel for piece in chunk.pieces]))  # type: ignore[no-untyped-call]
+
+
+def _staging(
+    chunk: Chunk, pieces: Sequence[Tensor], pool: StagingPool, empty: Callable[[int, str], Tensor]
+) -> Tensor:
+    """CPU memory for a chunk, of the dtype of its pieces."""
+    return pool.take(chunk.numel, like=empty(0, str(pieces[0].dtype)))
+
+
+def _send(
+    group: Group,
+    chunk: Chunk,
+    flats: Sequence[Tensor],
+    dst: int,
+    pool: StagingPool,
+    empty: Callable[[int, str], Tensor],
+) -> Finish:
+    """Launch sending one chunk; one piece on the CPU is sent from where it lies."""
+    pieces = _pieces(chunk, flats)
+    if len(pieces) == 1 and pieces[0].device.type == "cpu":
+        return group.send(pieces[0], dst=dst).wait
+    memory = _staging(chunk, pieces, pool, empty)
+    message = memory.narrow(0, 0, chunk.numel)
+    for part, piece in zip(_split(message, chunk), pieces, strict=True):
+        part.copy_(piece)
+    pending = group.send(message, dst=dst)
+
+    def finish() -> None:
+        pending.wait()
+        pool.give_back(memory)
+
+    return finish
+
+
+def _receive(
+    group: Group,
+    chunk: Chunk,
+    flats: Sequence[Tensor],
+    src: int,
+    pool: StagingPool,
+    empty: Callable[[int, str], Tensor],
+) -> Finish:
+    """Launch receiving one chunk; one piece is received into its place."""
+    pieces = _pieces(chunk, flats)
+    if len(pieces) == 1:
+        return group.recv(pieces[0], src=src).wait
+    memory = _staging(chunk, pieces, pool, empty)
+    message = memory.narrow(0, 0, chunk.numel)
+    pending = group.recv(message, src=src)
+
+    def finish() -> None:
+        pending.wait()
+        for part, piece in zip(_split(message, chunk), pieces, strict=True):
+            piece.copy_(part)
+        pool.give_back(memory)
+
+    return finish
+
+
+def _copy_to_cpu(tensor: Tensor, empty: Callable[[int, str], Tensor]) -> Tensor:
+    """A copy in CPU memory, with the strides of a dense tensor."""
+    slot, _ = take_tensors(tensor, lambda value: value is tensor)
+    copy = empty(tensor.numel(), slot.dtype)
+    copy.copy_(flatten(tensor))
+    shaped: Tensor = slot.shape_flat(copy)
+    return shaped

@@ -1,0 +1,142 @@
+"""Check a full state dict against the optimizer, and cut this rank's part out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shardopt.checkpoint.skeleton import map_tensors
+from shardopt.errors import StateMismatchError
+from shardopt.partition import ParamSpec
+
+PARAM_SHAPED_KEYS = frozenset(
+    {
+        "acc_delta",
+        "ax",
+        "exp_avg",
+        "exp_avg_sq",
+        "exp_inf",
+        "grad_avg",
+        "max_exp_avg_sq",
+        "momentum_buffer",
+        "prev",
+        "square_avg",
+        "step_size",
+        "sum",
+    }
+)
+"""State that has the shape of its parameter in every optimizer of ``torch.optim`` (read off their ``_init_group``)."""
+
+
+def validate(
+    state_dict: Any,
+    specs: Sequence[ParamSpec],
+    num_params_by_group: Sequence[int],
+    live_state: Mapping[int, Mapping[str, Any]],
+) -> None:
+    """Raise unless ``state_dict`` fits; touches nothing.
+
+    Args:
+        state_dict: What the caller wants to load.
+        specs: All parameters.
+        num_params_by_group: Parameters in each param group.
+        live_state: The present state of the parameters this rank owns, by index; shapes must not change.
+
+    Raises:
+        TypeError: Not a dict.
+        StateMismatchError: Names what does not fit, what was given and what was expected.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"state dict: expected a dict, got {type(state_dict).__name__}; every rank needs the full state dict, "
+            "e.g. from torch.load(path, mmap=True)"
+        )
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise StateMismatchError(
+                f"state dict: no {key!r} in it, found {sorted(map(str, state_dict))}; expected what state_dict() of "
+                "this or of the unsharded optimizer returned, on every rank"
+            )
+    given = [len(group["params"]) for group in state_dict["param_groups"]]
+    if given != list(num_params_by_group):
+        raise StateMismatchError(
+            f"state dict: its param groups hold {given} parameters, but those of the optimizer hold "
+            f"{list(num_params_by_group)}"
+        )
+    for index, saved in enumerate(saved_ids(state_dict)):
+        entry = state_dict["state"].get(saved, {})
+        if isinstance(entry, Mapping):
+            for key, value in entry.items():
+                _require_shape(specs[index], key, value, live_state.get(index, {}).get(key))
+
+
+def _require_shape(spec: ParamSpec, key: str, value: Any, live: Any) -> None:
+    """Raise if a saved tensor cannot be the state ``key`` of a parameter."""
+    shape = tuple(value.shape) if hasattr(value, "shape") else None
+    expected: tuple[int, ...] | None = None
+    if live is not None and hasattr(live, "shape"):
+        expected = tuple(live.shape)
+    elif key in PARAM_SHAPED_KEYS and shape:
+        expected = spec.shape
+    if expected is not None and shape is not None and shape != expected:
+        raise StateMismatchError(
+            f"{spec.label}: state {key!r} has shape {shape} in the state dict, expected {expected}; it was saved "
+            "for another model, or its parameters were in another order"
+        )
+
+
+def saved_ids(state_dict: Mapping[str, Any]) -> list[Any]:
+    """The keys that a state dict uses for its parameters, in the order of the param groups."""
+    return [saved for group in state_dict["param_groups"] for saved in group["params"]]
+
+
+def state_facts(state_dict: Mapping[str, Any], specs: Sequence[ParamSpec]) -> list[tuple[str, str]]:
+    """What ranks can compare of the state dicts they were given: keys and shapes of each parameter's state."""
+    return [
+        (
+            spec.label,
+            repr(
+                [
+                    (str(k), tuple(getattr(v, "shape", ())))
+                    for k, v in _items(state_dict["state"].get(saved))
+                ]
+            ),
+        )
+        for spec, saved in zip(specs, saved_ids(state_dict), strict=True)
+    ]
+
+
+def _items(entry: Any) -> list[tuple[Any, Any]]:
+    return (
+        sorted(entry.items(), key=lambda item: str(item[0])) if isinstance(entry, Mapping) else []
+    )
+
+
+def local_part(
+    state_dict: Mapping[str, Any], owned: Sequence[int], is_tensor: Callable[[Any], bool]
+) -> dict[str, Any]:
+    """Return the state dict that the local optimizer is to load, with tensors copied and parameters renumbered.
+
+    Args:
+        state_dict: A full one that fits.
+        owned: Indices of the parameters of this rank, in the order of the local optimizer's groups.
+        is_tensor: Whether a value is a tensor.
+    """
+    ids = saved_ids(state_dict)
+    local_of = {index: number for number, index in enumerate(owned)}
+    keys: dict[Any, Any] = {saved: local_of.get(index) for index, saved in enumerate(ids)}
+    state: dict[Any, Any] = {}
+    for saved, entry in state_dict["state"].items():
+        key = keys.get(saved, saved)  # what belongs to no parameter belongs to every rank
+        if key is not None:
+            state[key] = map_tensors(entry, lambda tensor: tensor.detach().clone(), is_tensor)
+    param_groups = []
+    start = 0
+    for group in state_dict["param_groups"]:
+        places = [i for i in range(len(group["params"])) if start + i in local_of]
+        local = {**group, "params": [local_of[start + i] for i in places]}
+        if "param_names" in group:
+            local["param_names"] = [group["param_names"][i] for i in places]
+        param_groups.append(local)
+        start += len(group["params"])
+    return {**state_dict, "state": state, "param_groups": param_groups}

@@ -1,0 +1,176 @@
+"""The sharding group: the few operations that the other rooms need of it.
+
+All ranks in this file are ranks within the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Pending:
+    """Launched, not yet awaited communication; keeps its tensors alive until then."""
+
+    def __init__(self, works: Sequence[Any] = (), tensors: Sequence[Tensor] = ()) -> None:
+        """Hold what has a ``wait()``, and the tensors it reads or writes."""
+        self._works = list(works)
+        self._tensors = list(tensors)
+
+    def wait(self) -> None:
+        """Wait for all of it. On a GPU the current stream waits, not the host.
+
+        Raises:
+            RuntimeError: A peer is gone or the operation timed out; the rest has been awaited all the same.
+        """
+        works, self._works = self._works, []
+        error: Exception | None = None
+        for work in works:
+            try:
+                work.wait()
+            except Exception as raised:
+                error = error or raised
+        self._tensors = []
+        if error is not None:
+            raise error
+
+
+class Group(Protocol):
+    """What the rooms may ask of the ranks that shard one optimizer."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process within the group."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the group."""
+
+    @property
+    def process_group(self) -> Any:
+        """The framework's own process group, or None."""
+
+    def broadcast(self, tensor: Tensor, *, src: int) -> Pending:
+        """Launch sending ``tensor`` from rank ``src`` to all others. Collective.
+
+        Args:
+            tensor: (N,) contiguous, of equal numel and dtype on every rank. Read at ``src``, written elsewhere, until
+                the result is awaited.
+            src: The sending rank.
+        """
+
+    def send(self, tensor: Tensor, *, dst: int) -> Pending:
+        """Launch sending ``tensor``, (N,) contiguous on the CPU, to rank ``dst``, which calls ``recv``."""
+
+    def recv(self, tensor: Tensor, *, src: int) -> Pending:
+        """Launch receiving into ``tensor``, (N,) contiguous on the CPU, from rank ``src``, which calls ``send``."""
+
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        """Replace ``tensor`` by its element-wise maximum over ranks. Collective; the host does not wait on a GPU."""
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Return the values of every rank, each in the range of int64, equally many on each. Collective."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return a small picklable value of every rank. Collective."""
+
+
+class LoneRank:
+    """Rank 0 of 1: every operation is the one that a group of one rank would do."""
+
+    rank = 0
+    world_size = 1
+
+    def __init__(self, process_group: Any = None) -> None:
+        """Keep the framework's group of one rank, if there is one."""
+        self.process_group = process_group
+
+    def broadcast(self, tensor: Tensor, *, src: int) -> Pending:
+        """Leave ``tensor`` as it is."""
+        return Pending()
+
+    def send(self, tensor: Tensor, *, dst: int) -> Pending:
+        """Not possible: there is no other rank."""
+        raise AssertionError("a lone rank has no peer")
+
+    def recv(self, tensor: Tensor, *, src: int) -> Pending:
+        """Not possible: there is no other rank."""
+        raise AssertionError("a lone rank has no peer")
+
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        """Leave ``tensor`` as it is."""
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Return this rank's values."""
+        return [list(values)]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return this rank's value."""
+        return [value]
+
+
+class RankGroup:
+    """Two or more ranks over a framework's ``distributed`` module.
+
+    Tensors on the CPU and plain values travel over ``control``, a group whose backend serves the CPU, so that nothing
+    here makes the host wait for a GPU. It is ``process_group`` itself where that does.
+    """
+
+    def __init__(
+        self, framework: Any, distributed: Any, process_group: Any, *, control: Any
+    ) -> None:
+        """Bind the modules, e.g. ``torch`` and ``torch.distributed``, to a group that this process is a member of."""
+        self.process_group = process_group
+        self.rank = int(distributed.get_rank(process_group))
+        self.world_size = int(distributed.get_world_size(process_group))
+        self._framework = framework
+        self._distributed = distributed
+        self._control = control
+        self._global_ranks = [
+            int(distributed.get_global_rank(process_group, rank)) for rank in range(self.world_size)
+        ]
+
+    def broadcast(self, tensor: Tensor, *, src: int) -> Pending:
+        """Launch one broadcast of the tensor's bytes, which every backend can send whatever the dtype."""
+        wire = self._bytes(tensor)
+        group = self._control if tensor.device.type == "cpu" else self.process_group
+        work = self._distributed.broadcast(
+            wire, src=self._global_ranks[src], group=group, async_op=True
+        )
+        return Pending([work], [wire])
+
+    def send(self, tensor: Tensor, *, dst: int) -> Pending:
+        """Launch one point-to-point send of the tensor's bytes."""
+        wire = self._bytes(tensor)
+        work = self._distributed.isend(wire, dst=self._global_ranks[dst], group=self._control)
+        return Pending([work], [wire])
+
+    def recv(self, tensor: Tensor, *, src: int) -> Pending:
+        """Launch the receive that matches a ``send``."""
+        wire = self._bytes(tensor)
+        work = self._distributed.irecv(wire, src=self._global_ranks[src], group=self._control)
+        return Pending([work], [wire])
+
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        """Run one all-reduce."""
+        group = self._control if tensor.device.type == "cpu" else self.process_group
+        self._distributed.all_reduce(tensor, op=self._distributed.ReduceOp.MAX, group=group)
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Run one all-gather of a small CPU tensor."""
+        mine = self._framework.tensor(list(values), dtype=self._framework.int64)
+        everyone = [self._framework.empty_like(mine) for _ in range(self.world_size)]
+        self._distributed.all_gather(everyone, mine, group=self._control)
+        return [[int(value) for value in theirs.tolist()] for theirs in everyone]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Pickle and gather; for small metadata and on the way to an exception only."""
+        everyone: list[Any] = [None] * self.world_size
+        self._distributed.all_gather_object(everyone, value, group=self._control)
+        return everyone
+
+    def _bytes(self, tensor: Tensor) -> Tensor:
+        return tensor.view(self._framework.uint8)

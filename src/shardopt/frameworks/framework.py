@@ -1,0 +1,43 @@
+"""The seam between the rooms and a framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from shardopt.buffers import CopyAll
+from shardopt.collectives import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Framework:
+    """The functions of one framework that are no tensor methods.
+
+    Attributes:
+        name: ``"torch"`` or ``"tensorplay"``.
+        is_tensor: Whether an object is a tensor of the framework.
+        copy_all: Copies tensors in as few kernels as possible, unseen by autograd.
+        find_group: Turns what the user passed as ``process_group`` into a ``Group``, or raises ``ValueError``,
+            ``TypeError`` or ``RuntimeError``.
+        reject_param: Why a parameter cannot be sharded, or None.
+        reject_optimizer: Why an optimizer class cannot be sharded, or None.
+        enable_grad: Context in which a closure computes gradients.
+        empty_on_cpu: Makes a flat CPU tensor from a numel and ``str(dtype)``.
+        fire_step_hooks: Calls the step pre-hooks (``before=True``) or post-hooks of an optimizer, global ones included.
+        notify_join: Tells the framework's ``Join`` that this rank has inputs; returns work to wait for, or None.
+        shadow_step: Makes the framework's ``JoinHook`` for an optimizer.
+    """
+
+    name: str
+    is_tensor: Callable[[Any], bool]
+    copy_all: CopyAll
+    find_group: Callable[[Any], Group]
+    reject_param: Callable[[Any], str | None]
+    reject_optimizer: Callable[[Any], str | None]
+    enable_grad: Callable[[], AbstractContextManager[Any]]
+    empty_on_cpu: Callable[[int, str], Any]
+    fire_step_hooks: Callable[..., None]
+    notify_join: Callable[[Any], Any]
+    shadow_step: Callable[[Any], Any]

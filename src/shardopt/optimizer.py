@@ -1,0 +1,398 @@
+"""The facade: holds the pieces of one sharded optimizer and sequences the rooms; no arithmetic, no framework."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+from shardopt.checkpoint import (
+    consolidate,
+    full_state_dict,
+    local_part,
+    map_tensors,
+    renumber,
+    state_facts,
+    validate,
+    whole_group,
+)
+from shardopt.collectives import raise_together, require_equal
+from shardopt.errors import NotConsolidatedError, OverlapError
+from shardopt.frameworks import Framework
+from shardopt.join import stand_last
+from shardopt.param_groups import read_param_group, read_param_groups
+from shardopt.sharding import Sharding
+from shardopt.shards import Plan, Shards
+from shardopt.step import (
+    MSG_GRAD_SCALER,
+    BackwardStep,
+    EvaluatedClosure,
+    LossScale,
+    ShardUpdate,
+    agree,
+    catch_up,
+    copy_options,
+    option_facts,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class ShardedOptimizer:
+    """The class that the fronts make an ``Optimizer`` and ``Joinable`` of their framework; see there for its use.
+
+    It stands before the framework's classes in the order of resolution, so ``super()`` is their ``Optimizer``.
+    """
+
+    framework: ClassVar[Framework]
+    param_groups: list[dict[str, Any]]
+    state: Any
+    defaults: dict[str, Any]
+    _join_config: Any
+    _optimizer_state_dict_pre_hooks: Any
+    _optimizer_state_dict_post_hooks: Any
+    _optimizer_load_state_dict_pre_hooks: Any
+    _optimizer_load_state_dict_post_hooks: Any
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: Any,
+        process_group: Any,
+        parameters_as_bucket_view: bool,
+        overlap_with_ddp: bool,
+        sharding: Sharding,
+        defaults: dict[str, Any],
+    ) -> None:
+        """Read, compare, partition, make the local optimizer, and only then touch parameters. Collective."""
+        self._group = self.framework.find_group(process_group)
+        self._sharding = sharding
+        self._snapshot: dict[str, Any] | None = None
+        if parameters_as_bucket_view and overlap_with_ddp:
+            logger.warning(
+                "parameters_as_bucket_view has no effect with overlap_with_ddp=True: DDP's buckets are exchanged"
+            )
+        with raise_together(self._group, doing="making the optimizer"):
+            if reason := self.framework.reject_optimizer(optimizer_class):
+                raise ValueError(f"optimizer_class: {reason}")
+            groups = read_param_groups(params, self.framework)
+            super().__init__(groups, dict(defaults))  # type: ignore[call-arg]
+        policy = [
+            (
+                "optimizer_class",
+                getattr(optimizer_class, "__qualname__", type(optimizer_class).__name__),
+            ),
+            ("parameters_as_bucket_view", str(parameters_as_bucket_view)),
+            ("overlap_with_ddp", str(overlap_with_ddp)),
+            ("sharding", str(sharding)),
+        ]
+        self.shards = Shards(
+            self._group,
+            self.framework,
+            sharding,
+            has_views=parameters_as_bucket_view and not overlap_with_ddp,
+        )
+        plan = self.shards.plan(self.param_groups, policy)
+        with raise_together(self._group, doing=f"making the local {policy[0][1]}"):
+            local_groups = self.shards.local_groups(self.param_groups, plan)
+            self.optim = optimizer_class(local_groups, **defaults)
+        self._admit(plan)
+        self.state = self.optim.state
+        self.defaults = self.optim.defaults
+        self.backward_step = self._make_backward_step() if overlap_with_ddp else None
+
+    def _admit(self, plan: Plan) -> None:
+        """Take planned parameters in, and the options that the local optimizer adds to its groups."""
+        self.shards.admit(self.param_groups, plan)
+        copy_options(self.optim.param_groups, self.param_groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, also in mid-training; earlier parameters keep owner and state. Collective.
+
+        Raises:
+            TypeError, ValueError: As the framework's ``Optimizer`` does, on every rank.
+            RankMismatchError: Ranks gave different groups. Either way the optimizer is as before.
+        """
+        if "optim" not in vars(self):
+            super().add_param_group(param_group)  # type: ignore[misc]
+            return  # the base constructor is reading the first groups, which __init__ then plans together
+        start = len(self.param_groups)
+        try:
+            with raise_together(self._group, doing="add_param_group()"):
+                super().add_param_group(read_param_group(param_group, self.framework))  # type: ignore[misc]
+            plan = self.shards.plan(self.param_groups, [("param groups", str(start + 1))])
+            with raise_together(self._group, doing="add_param_group() of the local optimizer"):
+                for group in self.shards.local_groups(self.param_groups, plan, start=start):
+                    self.optim.add_param_group(group)
+        except Exception:
+            del self.param_groups[start:]
+            del self.optim.param_groups[start:]
+            raise
+        self._admit(plan)
+
+    # --- The step ---------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Perform one step and bring every replica to the same parameters. Collective.
+
+        Args:
+            closure: Computes the loss and its gradients. Evaluated once, before any rank updates.
+            **kwargs: Passed on to the local optimizer's ``step()``.
+
+        Returns:
+            What the local optimizer's ``step()`` returned; with ``overlap_with_ddp=True`` the closure's loss.
+
+        Raises:
+            RankMismatchError: Options such as the learning rate differ between ranks; nothing was updated.
+            ParameterChangedError: A parameter changed its shape or dtype; nothing was updated.
+            RemoteRankError: The local optimizer of another rank raised. The replicas are equal all the same.
+            OverlapError: With ``overlap_with_ddp=True``: no update was made in backward, or gradients were changed after.
+        """
+        if self.backward_step is not None:
+            return self._confirm_backward_step(closure)
+        return self._hooked_step(closure, **kwargs)
+
+    step.hooked = True  # type: ignore[attr-defined]  # Note [Step hooks]
+    """Note [Step hooks]: the framework wraps ``step`` of a class that has no attribute ``hooked`` in what fires step
+    hooks and the profiler label. A step inside backward fires hooks where it updates, not where ``step()`` confirms it,
+    so here that wrapper goes around ``_step_after_backward`` instead: each front makes ``_hooked_step`` that way."""
+
+    _hooked_step: Callable[..., Any]
+
+    def _step_after_backward(self, closure: Any = None, **kwargs: Any) -> Any:
+        work = self.framework.notify_join(self)
+        if work is not None:
+            work.wait()
+        if callable(closure):
+            with self.framework.enable_grad():
+                loss = closure()
+            closure = EvaluatedClosure(loss, self.shards.versions)
+        arguments = kwargs if closure is None else {**kwargs, "closure": closure}
+        return self._update(partial(self.optim.step, **arguments))
+
+    def _update(self, step_local: Callable[[], Any], *, is_joined: bool = False) -> Any:
+        """Agree, update this rank's shard, exchange."""
+        error: Exception | None = None
+        try:
+            self.shards.require_intact()
+        except Exception as raised:
+            error = raised
+        scale = LossScale.of(self)
+        skip = scale.hand_over(
+            self._group, self.optim, self.shards.params, in_kernel=not self._is_in_join()
+        )
+        intent = agree(self._group, self.param_groups, error=error, skip=skip, is_joined=is_joined)
+        if intent.is_skipped:
+            return None
+        catch_up(
+            self._group,
+            intent,
+            param_groups=self.param_groups,
+            params=self.shards.params,
+            owners=self.shards.owners,
+        )
+        update = ShardUpdate(self._group.rank, self.shards.buckets, self.shards.params)
+        copy_options(self.param_groups, self.optim.param_groups)
+        loss = update.run(step_local)
+        copy_options(self.optim.param_groups, self.param_groups)
+        scale.take_back(self.optim)
+        update.finish(self._group, doing="the local optimizer's step()")
+        return loss
+
+    def __getattr__(self, name: str) -> Any:
+        """Offer what the local optimizer has beyond the common interface, e.g. ``train()`` and ``eval()``.
+
+        A method that changes parameters or options is collective: call it on every rank. Changed parameters are
+        exchanged, as after ``step()``.
+        """
+        if name.startswith("_") or "optim" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(self.optim, name)
+        return partial(self._call_local, value) if callable(value) else value
+
+    def _call_local(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        copy_options(self.param_groups, self.optim.param_groups)
+        options = option_facts(self.param_groups)
+        update = ShardUpdate(self._group.rank, self.shards.buckets, self.shards.params)
+        result = update.run(partial(method, *args, **kwargs))
+        copy_options(self.optim.param_groups, self.param_groups)
+        if update.has_moved_params or option_facts(self.param_groups) != options:
+            update.finish(
+                self._group,
+                doing=f"{getattr(method, '__name__', 'a method')}() of the local optimizer",
+            )
+        elif update.error is not None:
+            raise update.error
+        return result
+
+    # --- Inside backward --------------------------------------------------------------------------------------
+
+    def _make_backward_step(self) -> BackwardStep:
+        return BackwardStep(
+            self._group,
+            self.optim,
+            param_groups=lambda: self.param_groups,
+            params=self.shards.params,
+            owners=self.shards.owners,
+            plan=self.shards.buckets_for,
+            before=partial(self.framework.fire_step_hooks, self, before=True),
+            after=partial(self.framework.fire_step_hooks, self, before=False),
+        )
+
+    def _confirm_backward_step(self, closure: Any) -> Any:
+        loss = None
+        if callable(closure):
+            with self.framework.enable_grad():
+                loss = closure()
+        assert self.backward_step is not None
+        if LossScale.of(self).found_inf is not None:
+            raise OverlapError(MSG_GRAD_SCALER)
+        self.backward_step.confirm()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters, as the framework's ``Optimizer`` does. Local."""
+        if self.backward_step is not None:
+            self.backward_step.require_unchanged_gradients()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    # --- State dicts ------------------------------------------------------------------------------------------
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collect the whole state on rank ``to`` of the group, in CPU memory, for ``state_dict()``. Collective.
+
+        Tensors travel in chunks of ``Sharding.bucket_mb``; ranks other than ``to`` hold two of them beyond their own
+        state. What an earlier call collected is dropped on every rank.
+
+        Raises:
+            ValueError: ``to`` is no rank of the group, or not equal on all ranks.
+        """
+        require_equal(self._group, [("to", repr(to))], subject="consolidate_state_dict()")
+        if to not in range(self._group.world_size):
+            raise ValueError(f"to: expected a rank in [0, {self._group.world_size}), got {to!r}")
+        self._snapshot = None
+        with raise_together(self._group, doing="state_dict() of the local optimizer"):
+            local = self.optim.state_dict()
+            mine = renumber(local, self.shards.owned)
+        state = consolidate(
+            self._group,
+            mine,
+            to=to,
+            chunk_nbytes=self._sharding.bucket_nbytes,
+            empty=self.framework.empty_on_cpu,
+            is_tensor=self.framework.is_tensor,
+        )
+        if state is not None:
+            self._snapshot = full_state_dict(
+                local, state, self.param_groups, self.framework.is_tensor
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the last consolidated state, as the unsharded optimizer's ``state_dict()`` would be then. Local.
+
+        Raises:
+            NotConsolidatedError: This rank holds none; a ``RuntimeError``.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        if self._snapshot is None:
+            raise NotConsolidatedError(
+                f"rank {self._group.rank} holds no consolidated state; call consolidate_state_dict(to=rank) on all "
+                "ranks first, then state_dict() on that rank"
+            )
+        result: dict[str, Any] = map_tensors(
+            self._snapshot, lambda tensor: tensor, self.framework.is_tensor
+        )
+        for after in self._optimizer_state_dict_post_hooks.values():
+            result = after(self, result) or result
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of an unsharded optimizer, or a consolidated one from any world size. Collective.
+
+        Every rank passes the full state dict and copies its own part out of it; the dict stays as it is.
+
+        Raises:
+            StateMismatchError: It does not fit. As with every failure here, on all ranks, with nothing loaded.
+            RankMismatchError: Ranks passed different ones.
+        """
+        with raise_together(self._group, doing="load_state_dict()"):
+            for before in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = before(self, state_dict) or state_dict
+            live = renumber(self.optim.state_dict(), self.shards.owned)
+            validate(
+                state_dict, self.shards.specs, [len(g["params"]) for g in self.param_groups], live
+            )
+        facts = [
+            *state_facts(state_dict, self.shards.specs),
+            *option_facts(state_dict["param_groups"]),
+        ]
+        require_equal(self._group, facts, subject="every rank must load the same state dict")
+        kept = self.optim.state, self.optim.param_groups
+        try:
+            with raise_together(self._group, doing="load_state_dict() of the local optimizer"):
+                self.optim.load_state_dict(
+                    local_part(state_dict, self.shards.owned, self.framework.is_tensor)
+                )
+        except Exception:
+            self.optim.state, self.optim.param_groups = kept
+            raise
+        self._snapshot = None
+        self.state = self.optim.state
+        self.param_groups[:] = [
+            whole_group(theirs, ours, saved)
+            for theirs, ours, saved in zip(
+                self.optim.param_groups, self.param_groups, state_dict["param_groups"], strict=True
+            )
+        ]
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled or deep-copied.
+
+        Raises:
+            TypeError: Always, with the way out.
+        """
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled or copied: it belongs to a process group and to the other ranks; "
+            "save consolidate_state_dict() + state_dict(), or make a second one from the copied model"
+        )
+
+    # --- Uneven inputs ----------------------------------------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Return the hook with which this rank goes on to update its shard after its inputs ran out. Local.
+
+        ``kwargs`` are those given to ``Join``; none is used.
+        """
+        stand_in = stand_last(self, lambda joinable: isinstance(joinable, ShardedOptimizer))
+        if stand_in is not self:
+            return stand_in.join_hook(**kwargs)
+        if self.backward_step is not None:
+            raise OverlapError(
+                "Join cannot be combined with overlap_with_ddp=True; use overlap_with_ddp=False for uneven inputs"
+            )
+        return self.framework.shadow_step(self)
+
+    @property
+    def join_device(self) -> Any:
+        """The device of the first parameter, for the collectives of ``Join``."""
+        return self.shards.params[0].device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The sharding group, for the collectives of ``Join``."""
+        return self._group.process_group
+
+    def shadow_step(self) -> None:
+        """Take part in a step of ranks that have inputs while this one has none. Collective."""
+        self._update(self.optim.step, is_joined=True)
+
+    def leave_join(self) -> None:
+        """Stop announcing steps to ``Join``. Local."""
+        self._join_config = self._join_config._replace(enable=False)
+
+    def _is_in_join(self) -> bool:
+        return bool(self._join_config.enable)

@@ -1,0 +1,27 @@
+"""WHO owns WHAT, and WHERE it lies: integers and frozen dataclasses, no tensor, no process group.
+
+``spec`` states the facts of a parameter, ``owners`` packs parameters onto ranks, ``layout`` lays the
+parameters of each rank into the buckets of one collective each, ``chunks`` cuts tensors into pieces of bounded size.
+Every rank plans for itself, so planning is deterministic: same arguments, same plan.
+This room imports nothing of the package; all sizes, offsets, owners and padding are computed here, once.
+"""
+
+from shardopt.partition.chunks import Chunk, Piece, plan_chunks
+from shardopt.partition.layout import Bucket, Layout, Section, Slot, plan_layout
+from shardopt.partition.owners import loads_of, plan_owners
+from shardopt.partition.spec import ParamSpec, is_dense
+
+__all__ = [
+    "Bucket",
+    "Chunk",
+    "Layout",
+    "ParamSpec",
+    "Piece",
+    "Section",
+    "Slot",
+    "is_dense",
+    "loads_of",
+    "plan_chunks",
+    "plan_layout",
+    "plan_owners",
+]

@@ -1,0 +1,59 @@
+"""Cut a sequence of flat tensors into chunks of bounded size, to be sent one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements ``[start, stop)`` of the flat tensor number ``tensor``."""
+
+    tensor: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the piece."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Pieces that travel as one message, back to back."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the message."""
+        return sum(piece.numel for piece in self.pieces)
+
+
+def plan_chunks(numels: Sequence[int], chunk_numel: int) -> list[Chunk]:
+    """Cut tensors, laid end to end, at every multiple of ``chunk_numel`` elements.
+
+    Example: ``plan_chunks([3, 5], 4)`` gives two chunks: ``0[0, 3) + 1[0, 1)`` and ``1[1, 5)``.
+
+    Args:
+        numels: Elements of each tensor.
+        chunk_numel: Elements of every chunk but the last, 1 or more.
+    """
+    chunks: list[Chunk] = []
+    pieces: list[Piece] = []
+    room = chunk_numel
+    for tensor, numel in enumerate(numels):
+        start = 0
+        while start < numel:
+            stop = min(numel, start + room)
+            pieces.append(Piece(tensor, start, stop))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                chunks.append(Chunk(tuple(pieces)))
+                pieces, room = [], chunk_numel
+    if pieces:
+        chunks.append(Chunk(tuple(pieces)))
+    return chunks

@@ -1,0 +1,77 @@
+"""The facts of a parameter that planning needs, without the tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the elements of a tensor fill one gapless range of memory, in whatever order.
+
+    Example: shape (2, 3) with strides (3, 1) or (1, 2) is dense; with (6, 2) or (0, 1) it is not.
+    """
+    expected = 1
+    for step, length in sorted((st, n) for st, n in zip(stride, shape, strict=True) if n != 1):
+        if step != expected:
+            return False
+        expected *= length
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """What one rank was told about one parameter.
+
+    Attributes:
+        index: Position in the order of the param groups, as the keys of a state dict count.
+        name: The name given by ``named_parameters()``, or None.
+        group: Index of its param group.
+        shape: Its shape.
+        stride: Its strides, in elements.
+        dtype: ``str(param.dtype)``.
+        itemsize: Bytes per element.
+        device: Device type and order of first appearance, ``"cuda#0"``: the ranks of one job sit on devices with
+            different indices, but each must see its own in the same order.
+        requires_grad: Whether it is trained at present.
+    """
+
+    index: int
+    name: str | None
+    group: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    device: str
+    requires_grad: bool
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.numel * self.itemsize
+
+    @property
+    def label(self) -> str:
+        """How messages call it: ``param 7 'head.bias'``."""
+        return f"param {self.index}" + (f" {self.name!r}" if self.name is not None else "")
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether its elements fill one gapless range of memory."""
+        return is_dense(self.shape, self.stride)
+
+    def facts(self, *, with_stride: bool = False) -> str:
+        """What ranks compare, in words: group, name, shape, dtype, device and whether it is trained.
+
+        Strides matter where parameters travel in memory order, as views of a bucket.
+        """
+        trained = "trained" if self.requires_grad else "frozen"
+        name = f" {self.name!r}" if self.name is not None else ""
+        strides = f" strides {self.stride}" if with_stride else ""
+        return f"{self.shape}{strides}{name} {self.dtype} on {self.device}, {trained}, in group {self.group}"

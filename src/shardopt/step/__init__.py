@@ -1,0 +1,32 @@
+"""One step: agree, update the parameters this rank owns, exchange what changed.
+
+``options`` keeps the hyperparameters of the whole and of the local optimizer equal, ``agreement`` compares what ranks
+intend before anything is updated, ``update`` runs the local optimizer and settles its errors, ``exchange`` moves the
+parameters, ``catch_up`` gives ranks without inputs what they need to take part, ``scaling`` speaks to GradScaler.
+The order of collectives is the same on every rank, whatever each of them has to update.
+"""
+
+from shardopt.step.agreement import Intent, agree
+from shardopt.step.backward import MSG_GRAD_SCALER, BackwardStep
+from shardopt.step.catch_up import catch_up
+from shardopt.step.closure import EvaluatedClosure
+from shardopt.step.exchange import exchange, launch_exchange
+from shardopt.step.options import copy_options, option_facts
+from shardopt.step.scaling import LossScale
+from shardopt.step.update import ShardUpdate, only_params
+
+__all__ = [
+    "MSG_GRAD_SCALER",
+    "BackwardStep",
+    "EvaluatedClosure",
+    "Intent",
+    "LossScale",
+    "ShardUpdate",
+    "agree",
+    "catch_up",
+    "copy_options",
+    "exchange",
+    "launch_exchange",
+    "only_params",
+    "option_facts",
+]

@@ -1,0 +1,61 @@
+"""Bring updated parameters from their owners to everyone.
+
+One broadcast per bucket and changed section: each byte leaves its owner once, S * (N - 1) / N bytes per rank and step
+on average over N ranks for S bytes of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from shardopt.buffers import ParamBucket
+from shardopt.collectives import Finish, Group, Pending, run_windowed
+
+DEPTH = 2
+"""Buckets in flight: one being packed or unpacked while another travels."""
+
+
+def exchange(
+    group: Group, buckets: Sequence[ParamBucket], changed: Sequence[Sequence[int]]
+) -> None:
+    """Send the changed sections of all buckets and put them into the parameters of every rank. Collective.
+
+    Args:
+        group: The sharding group.
+        buckets: Equal plans, in equal order, on every rank.
+        changed: For each bucket the ranks whose section changed; equal on every rank.
+    """
+    run_windowed(
+        (
+            partial(launch_exchange, group, bucket, ranks)
+            for bucket, ranks in zip(buckets, changed, strict=True)
+            if ranks
+        ),
+        depth=DEPTH,
+    )
+
+
+def launch_exchange(group: Group, bucket: ParamBucket, ranks: Sequence[int]) -> Finish:
+    """Launch the broadcasts of some sections of one bucket; the result waits and puts them into the parameters."""
+    if group.world_size == 1:
+        return lambda: None  # nobody to send to: do not even copy into the bucket
+    opened = bucket.open(ranks)
+    pending = Pending(
+        [
+            group.broadcast(
+                opened.outgoing(rank) if rank == group.rank else opened.incoming(rank), src=rank
+            )
+            for rank in ranks
+        ]
+    )
+
+    def finish() -> None:
+        received: list[int] = []
+        try:
+            pending.wait()
+            received = [rank for rank in ranks if rank != group.rank]
+        finally:
+            opened.close(received)
+
+    return finish

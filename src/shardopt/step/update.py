@@ -1,0 +1,107 @@
+"""Run the local optimizer on the parameters this rank owns; all ranks finish the step, or all raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from shardopt.buffers import ParamBucket
+from shardopt.collectives import Group, raise_as_settled
+from shardopt.step.exchange import exchange
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
+FLAGS_PER_INT = 62
+"""Flags packed into one int64, with room to spare for the sign."""
+
+
+class ShardUpdate:
+    """One run of the local optimizer over the parameters of some buckets.
+
+    Notices which parameters it changed, by their gradients and version counters, and keeps its exception until every
+    rank knows of it.
+    """
+
+    def __init__(self, rank: int, buckets: Sequence[ParamBucket], params: Sequence[Tensor]) -> None:
+        """Remember the version of each parameter this rank owns in ``buckets``."""
+        self._rank = rank
+        self._buckets = buckets
+        self._params = params
+        self._versions = self._owned_versions()
+        self.error: Exception | None = None
+
+    def run(self, update: Callable[[], T]) -> T | None:
+        """Call ``update`` and keep what it raises."""
+        try:
+            return update()
+        except Exception as raised:
+            self.error = raised
+            return None
+
+    @property
+    def has_moved_params(self) -> bool:
+        """Whether a version counter moved."""
+        return self._owned_versions() != self._versions
+
+    def finish(self, group: Group, *, doing: str) -> None:
+        """Exchange what any rank changed, then raise on all ranks if ``run`` failed on one. Collective.
+
+        The exchange comes first, so that the replicas are equal even after an exception.
+        """
+        now = self._owned_versions()
+        flags = [
+            any(now[p] != self._versions[p] or self._params[p].grad is not None for p in owned)
+            for owned in self._owned()
+        ]
+        reports = group.all_gather_ints([int(self.error is not None), *_pack_flags(flags)])
+        changed_by_rank = [_unpack_flags(packed, len(flags)) for _, *packed in reports]
+        changed = [
+            [rank for rank, theirs in enumerate(changed_by_rank) if theirs[number]]
+            for number in range(len(flags))
+        ]
+        exchange(group, self._buckets, changed)
+        if any(report[0] for report in reports):
+            raise_as_settled(group, self.error, doing=doing)
+
+    def _owned(self) -> Iterator[list[int]]:
+        """For each bucket, the parameters this rank owns in it."""
+        for bucket in self._buckets:
+            yield [slot.param for slot in bucket.plan.sections[self._rank].slots]
+
+    def _owned_versions(self) -> dict[int, int]:
+        return {p: self._params[p]._version for owned in self._owned() for p in owned}
+
+
+def _pack_flags(flags: Sequence[bool]) -> list[int]:
+    """Pack flags into ints. Example: ``_pack_flags([True, False, True])`` is ``[5]``."""
+    return [
+        sum(1 << bit for bit, flag in enumerate(flags[start : start + FLAGS_PER_INT]) if flag)
+        for start in range(0, len(flags), FLAGS_PER_INT)
+    ]
+
+
+def _unpack_flags(packed: Sequence[int], num_flags: int) -> list[bool]:
+    """Undo ``_pack_flags``."""
+    return [bool(packed[i // FLAGS_PER_INT] >> (i % FLAGS_PER_INT) & 1) for i in range(num_flags)]
+
+
+@contextmanager
+def only_params(groups: Sequence[dict[str, Any]], chosen: Mapping[int, Tensor]) -> Iterator[None]:
+    """Let param groups hold only the parameters whose ``id`` is in ``chosen``, for the length of the block."""
+    kept = [(group["params"], group.get("param_names")) for group in groups]
+    try:
+        for group in groups:
+            places = [i for i, p in enumerate(group["params"]) if id(p) in chosen]
+            if "param_names" in group:
+                group["param_names"] = [group["param_names"][i] for i in places]
+            group["params"] = [group["params"][i] for i in places]
+        yield
+    finally:
+        for group, (params, names) in zip(groups, kept, strict=True):
+            group["params"] = params
+            if names is not None:
+                group["param_names"] = names
