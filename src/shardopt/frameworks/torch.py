@@ -48,14 +48,15 @@ def find_group(process_group: Any) -> Group:
             )
         process_group = process_group.get_group()
     group = dist.group.WORLD if process_group is None else process_group
-    if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
+    is_member = group is not dist.GroupMember.NON_GROUP_MEMBER
+    if is_member and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group: expected a ProcessGroup, a 1-D DeviceMesh or None, got {type(group).__name__}"
+        )
+    if not is_member or dist.get_rank(group) < 0:
         raise ValueError(
             f"process_group: global rank {dist.get_rank()} is no member of it; "
             "make the optimizer only on the ranks that new_group() was given"
-        )
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"process_group: expected a ProcessGroup, a 1-D DeviceMesh or None, got {type(group).__name__}"
         )
     if dist.get_world_size(group) == 1:
         return LoneRank(group)
