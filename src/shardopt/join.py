@@ -46,9 +46,14 @@ def stand_last(optimizer: Any, is_sharded: Any) -> Any:
     frame = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")
-        joinables = getattr(caller, "_joinables", None)
-        if isinstance(joinables, list) and any(joinable is optimizer for joinable in joinables):
-            position = next(i for i, joinable in enumerate(joinables) if joinable is optimizer)
+        joinables = getattr(caller, "_joinables", ())
+        positions = [i for i, joinable in enumerate(joinables) if joinable is optimizer]
+        if positions and not isinstance(joinables, list):
+            raise TypeError(
+                "Join: pass the joinables in a list, so that their order can be changed"
+            )
+        if positions:
+            [position] = positions
             joinables.sort(key=is_sharded)  # stable: False, other joinables, before True
             return joinables[position]
         frame = frame.f_back  # type: ignore[assignment]

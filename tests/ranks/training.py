@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 from shardopt import ZeroRedundancyOptimizer
 
@@ -48,9 +48,9 @@ def train(
             after_step(step)
 
 
-def ddp(model: nn.Module, **options: Any) -> DDP:
+def ddp(model: nn.Module, **options: Any) -> DistributedDataParallel:
     """DDP with buckets so small that there are several."""
-    return DDP(model, **{"bucket_cap_mb": 0.0005, **options})
+    return DistributedDataParallel(model, **{"bucket_cap_mb": 0.0005, **options})
 
 
 def sharded(
