@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
-    bf16_compress_hook,
     fp16_compress_hook,
 )
 
@@ -222,14 +222,15 @@ def test_a_subgroup_works(hook: str) -> None:
     assert_same_params(model, reference)
 
 
-@pytest.mark.parametrize("inner", [fp16_compress_hook, bf16_compress_hook])
 @pytest.mark.parametrize("hook", HOOKS)
 @run_ranks(2)
-def test_a_compressing_hook_gives_what_it_gives_without_overlap(hook: str, inner: Any) -> None:
+def test_a_compressing_hook_gives_what_it_gives_without_overlap(hook: str) -> None:
     reference = ddp(make_model())
-    reference.register_comm_hook(None, inner)
+    reference.register_comm_hook(None, fp16_compress_hook)
     train(reference, torch.optim.AdamW(reference.parameters(), lr=0.01), range(5))
-    model, zero = overlapped(make_model(), hook, torch.optim.AdamW, lr=0.01, inner=inner)
+    model, zero = overlapped(
+        make_model(), hook, torch.optim.AdamW, lr=0.01, inner=fp16_compress_hook
+    )
     train(model, zero, range(5))
     assert_same_params(model, reference)
 
@@ -256,16 +257,18 @@ def test_step_hooks_fire_once_per_update_before_it_and_after_it(hook: str) -> No
 
 @pytest.mark.parametrize("hook", HOOKS)
 @run_ranks(2, 3)
-def test_state_saved_in_mid_training_continues_to_the_same_end(hook: str) -> None:
+def test_state_saved_in_mid_training_continues_as_the_unsharded_would(hook: str) -> None:
     model, zero = overlapped(make_model(), hook, torch.optim.AdamW, lr=0.01)
     train(model, zero, range(4))
     state = full_state_dict(zero)
+    reference = plain_ddp(make_model())
     again, zero_again = overlapped(make_model(), hook, torch.optim.AdamW, lr=0.5)
-    again.load_state_dict(model.state_dict())
-    zero_again.load_state_dict(state)
-    train(model, zero, range(4, 8))
-    train(again, zero_again, range(4, 8))
-    assert_same_params(again, model)
+    plain = torch.optim.AdamW(reference.parameters(), lr=0.5)
+    for resumed, optimizer in ((reference, plain), (again, zero_again)):
+        resumed.load_state_dict(model.state_dict())
+        optimizer.load_state_dict(copy.deepcopy(state))
+        train(resumed, optimizer, range(4, 8))
+    assert_same_params(again, reference)
 
 
 class _CountsInGroup(torch.optim.SGD):

@@ -53,6 +53,8 @@ class StagedBucket:
         self._params = params
         self._pool = pool
         self._copy_all = copy_all
+        self._kept_values: dict[int, tuple[list[Any], list[Tensor]]] = {}
+        self._kept_pieces: dict[int, tuple[int, list[Tensor]]] = {}
 
     def open(self, ranks: Sequence[int]) -> OpenStagedBucket:
         """Take staging memory for those sections that need it."""
@@ -94,14 +96,26 @@ class StagedBucket:
         return param.view(-1) if param.is_contiguous() else None
 
     def _values(self, section: Section) -> list[Tensor]:
-        return [self._params[slot.param].detach() for slot in section.slots]
+        """The parameters of a section, detached; made anew only where a parameter has moved."""
+        params = [self._params[slot.param] for slot in section.slots]
+        places = [(param.data_ptr(), param.stride()) for param in params]
+        if section.rank not in self._kept_values or self._kept_values[section.rank][0] != places:
+            self._kept_values[section.rank] = places, [param.detach() for param in params]
+        return self._kept_values[section.rank][1]
 
     def _pieces(self, section: Section, flat: Tensor) -> list[Tensor]:
-        pieces = flat.split([slot.stop - slot.start for slot in section.slots])  # type: ignore[no-untyped-call]
-        return [
-            piece.view(self._params[slot.param].shape)
-            for piece, slot in zip(pieces, section.slots, strict=True)
-        ]
+        """The flat tensor of a section as its parameters' shapes; made anew only for other staging memory.
+
+        Views cost more than copying a small parameter, and the pool hands out the same memory step after step.
+        """
+        place = flat.data_ptr()
+        if section.rank not in self._kept_pieces or self._kept_pieces[section.rank][0] != place:
+            numels = [slot.stop - slot.start for slot in section.slots]
+            shapes = [self._params[slot.param].shape for slot in section.slots]
+            pieces = flat.split(numels)  # type: ignore[no-untyped-call]
+            views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+            self._kept_pieces[section.rank] = place, views
+        return self._kept_pieces[section.rank][1]
 
 
 class OpenStagedBucket:

@@ -1,0 +1,102 @@
+"""Parameters of every kind, laid out for two ranks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from shardopt.frameworks.torch import TORCH
+from shardopt.param_groups import read_specs
+from shardopt.partition import Layout, ParamSpec, plan_layout
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.bool,
+    torch.uint8,
+    torch.int64,
+]
+
+
+def make_values(shape: Sequence[int], dtype: torch.dtype, *, seed: int) -> torch.Tensor:
+    """Random bits that are valid numbers of ``dtype``."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_complex or dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(0, 2 if dtype is torch.bool else 100, shape, generator=generator).to(dtype)
+
+
+def make_params(dtype: torch.dtype, *, seed: int = 0) -> list[torch.Tensor]:
+    """A contiguous, a 0-dim, a channels-last, a transposed, a gappy and another contiguous parameter."""
+    wide = make_values((3, 8), dtype, seed=seed + 4)
+    return [
+        make_values((3, 5), dtype, seed=seed),
+        make_values((), dtype, seed=seed + 1),
+        make_values((2, 3, 4, 5), dtype, seed=seed + 2).contiguous(
+            memory_format=torch.channels_last
+        ),
+        make_values((4, 6), dtype, seed=seed + 3).t(),
+        wide[:, ::2],
+        make_values((7,), dtype, seed=seed + 5),
+    ]
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request: Any) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture
+def params(dtype: torch.dtype) -> list[torch.Tensor]:
+    return make_params(dtype)
+
+
+@pytest.fixture
+def others(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Parameters like ``params``, with other values."""
+    return make_params(dtype, seed=100)
+
+
+@pytest.fixture
+def plan_for() -> Callable[..., tuple[list[ParamSpec], Layout]]:
+    """Plan parameters, by default alternating between two ranks and in one bucket."""
+
+    def plan(
+        params: Sequence[torch.Tensor],
+        *,
+        owners: Sequence[int] | None = None,
+        alignment_nbytes: int = 1,
+    ) -> tuple[list[ParamSpec], Layout]:
+        specs = read_specs([{"params": list(params)}])
+        layout = plan_layout(
+            specs,
+            [spec.index % 2 for spec in specs] if owners is None else owners,
+            world_size=2,
+            bucket_nbytes=2**20,
+            alignment_nbytes=alignment_nbytes,
+        )
+        return specs, layout
+
+    return plan
+
+
+@pytest.fixture
+def copy_all() -> Callable[..., None]:
+    return TORCH.copy_all
+
+
+@pytest.fixture
+def assert_equal() -> Callable[..., None]:
+    """Equal values, bit by bit, with equal shape and dtype."""
+
+    def check(actual: torch.Tensor, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(
+            actual.detach(), expected.detach(), rtol=0, atol=0, equal_nan=True
+        )
+
+    return check

@@ -1,0 +1,263 @@
+import gc
+import types
+import weakref
+
+import pytest
+import torch
+
+from shardopt.collectives import Group, LoneRank, Pending, RankGroup
+
+
+class Work:
+    """Counts its waits and fails if told to."""
+
+    def __init__(self, error=None):
+        self.num_waits = 0
+        self._error = error
+
+    def wait(self):
+        self.num_waits += 1
+        if self._error is not None:
+            raise self._error
+
+
+# --- Pending --------------------------------------------------------------------------------------
+
+
+def test_pending_waits_once_for_each_work():
+    works = [Work(), Work()]
+    Pending(works).wait()
+    assert [work.num_waits for work in works] == [1, 1]
+
+
+def test_pending_waits_for_the_rest_after_one_raised():
+    works = [Work(), Work(RuntimeError("peer is gone")), Work()]
+    with pytest.raises(RuntimeError):
+        Pending(works).wait()
+    assert [work.num_waits for work in works] == [1, 1, 1]
+
+
+def test_pending_raises_the_first_error():
+    with pytest.raises(RuntimeError, match="first"):
+        Pending([Work(RuntimeError("first")), Work(RuntimeError("second"))]).wait()
+
+
+def test_a_second_wait_does_nothing():
+    work = Work()
+    pending = Pending([work])
+    pending.wait()
+    pending.wait()
+    assert work.num_waits == 1
+
+
+def test_a_second_wait_after_an_error_does_not_raise_again():
+    pending = Pending([Work(RuntimeError("peer is gone"))])
+    with pytest.raises(RuntimeError):
+        pending.wait()
+    pending.wait()
+
+
+def test_pending_keeps_its_tensors_alive_until_it_is_awaited():
+    tensor = torch.ones(3)
+    alive = weakref.ref(tensor)
+    pending = Pending([Work()], [tensor])
+    del tensor
+    gc.collect()
+    assert alive() is not None
+    pending.wait()
+
+
+def test_pending_lets_go_of_its_tensors_once_awaited():
+    tensor = torch.ones(3)
+    alive = weakref.ref(tensor)
+    pending = Pending([Work()], [tensor])
+    del tensor
+    pending.wait()
+    gc.collect()
+    assert alive() is None
+
+
+def test_pending_nothing_is_awaited_at_once():
+    Pending().wait()
+
+
+def test_pendings_can_be_awaited_together():
+    works = [Work(), Work()]
+    Pending([Pending([works[0]]), Pending([works[1]])]).wait()
+    assert [work.num_waits for work in works] == [1, 1]
+
+
+# --- LoneRank -------------------------------------------------------------------------------------
+
+
+def test_a_lone_rank_is_rank_0_of_1():
+    assert (LoneRank().rank, LoneRank().world_size) == (0, 1)
+
+
+def test_a_lone_rank_has_no_process_group_unless_given_one():
+    given = object()
+    assert (LoneRank().process_group, LoneRank(given).process_group) == (None, given)
+
+
+def test_a_lone_rank_broadcasts_nothing():
+    tensor = torch.tensor([1.0, 2.0])
+    LoneRank().broadcast(tensor, src=0).wait()
+    assert tensor.tolist() == [1.0, 2.0]
+
+
+def test_the_maximum_over_a_lone_rank_is_its_own():
+    tensor = torch.tensor([-1.0, 2.0])
+    LoneRank().all_reduce_max(tensor)
+    assert tensor.tolist() == [-1.0, 2.0]
+
+
+def test_a_lone_rank_gathers_its_own_ints():
+    assert LoneRank().all_gather_ints((3, -4)) == [[3, -4]]
+
+
+def test_a_lone_rank_gathers_its_own_object():
+    value = {"lr": 0.1}
+    assert LoneRank().all_gather_object(value) == [value]
+
+
+def test_a_lone_rank_cannot_send():
+    with pytest.raises(AssertionError, match="a lone rank has no peer"):
+        LoneRank().send(torch.ones(1), dst=0)
+
+
+def test_a_lone_rank_cannot_receive():
+    with pytest.raises(AssertionError, match="a lone rank has no peer"):
+        LoneRank().recv(torch.ones(1), src=0)
+
+
+@pytest.mark.parametrize("kind", [LoneRank, RankGroup])
+def test_a_group_offers_every_operation_of_the_protocol(kind):
+    operations = {
+        name for name, value in vars(Group).items() if isinstance(value, types.FunctionType)
+    }
+    wanted = {name for name in operations if not name.startswith("_")}
+    assert wanted <= set(dir(kind))
+
+
+# --- RankGroup over a scripted ``distributed`` ----------------------------------------------------
+
+
+class Distributed:
+    """Rank 1 of the group of global ranks 4, 6, 9; writes down what is asked of it."""
+
+    ReduceOp = types.SimpleNamespace(MAX="max")
+
+    def __init__(self):
+        self.calls = []
+        self.work = Work()
+
+    def get_rank(self, group):
+        return 1
+
+    def get_world_size(self, group):
+        return 3
+
+    def get_global_rank(self, group, rank):
+        return [4, 6, 9][rank]
+
+    def broadcast(self, tensor, *, src, group, async_op):
+        self.calls.append(("broadcast", tensor.dtype, tensor.numel(), src, group, async_op))
+        return self.work
+
+    def isend(self, tensor, *, dst, group):
+        self.calls.append(("isend", tensor.dtype, tensor.numel(), dst, group))
+        return self.work
+
+    def irecv(self, tensor, *, src, group):
+        self.calls.append(("irecv", tensor.dtype, tensor.numel(), src, group))
+        return self.work
+
+    def all_reduce(self, tensor, *, op, group):
+        self.calls.append(("all_reduce", tensor.dtype, tensor.numel(), op, group))
+
+    def all_gather(self, everyone, mine, *, group):
+        self.calls.append(("all_gather", mine.dtype, mine.numel(), group))
+        for rank, theirs in enumerate(everyone):
+            theirs.copy_(mine + rank)
+
+    def all_gather_object(self, everyone, value, *, group):
+        self.calls.append(("all_gather_object", group))
+        everyone[:] = [(rank, value) for rank in range(len(everyone))]
+
+
+@pytest.fixture
+def distributed():
+    return Distributed()
+
+
+@pytest.fixture
+def group(distributed):
+    return RankGroup(torch, distributed, "data", control="control")
+
+
+def test_a_rank_group_knows_its_place(group):
+    assert (group.rank, group.world_size, group.process_group) == (1, 3, "data")
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int64]
+)
+def test_a_broadcast_sends_the_bytes_of_any_dtype(group, distributed, dtype):
+    tensor = torch.zeros(5, dtype=dtype)
+    group.broadcast(tensor, src=0)
+    assert distributed.calls[0][:3] == ("broadcast", torch.uint8, 5 * tensor.element_size())
+
+
+def test_a_broadcast_is_asynchronous_and_from_the_global_rank(group, distributed):
+    group.broadcast(torch.zeros(5), src=2)
+    assert distributed.calls[0][3::2] == (9, True)
+
+
+def test_a_broadcast_on_the_cpu_travels_over_the_control_group(group, distributed):
+    group.broadcast(torch.zeros(5), src=2)
+    assert distributed.calls[0][4] == "control"
+
+
+def test_a_broadcast_elsewhere_travels_over_the_process_group(group, distributed):
+    group.broadcast(torch.zeros(5, device="meta"), src=2)
+    assert distributed.calls[0][4] == "data"
+
+
+def test_a_broadcast_is_pending_until_its_work_is_awaited(group, distributed):
+    pending = group.broadcast(torch.zeros(5), src=0)
+    assert distributed.work.num_waits == 0
+    pending.wait()
+    assert distributed.work.num_waits == 1
+
+
+def test_a_send_goes_as_bytes_to_the_global_rank(group, distributed):
+    group.send(torch.zeros(5), dst=0).wait()
+    assert distributed.calls == [("isend", torch.uint8, 20, 4, "control")]
+
+
+def test_a_receive_comes_as_bytes_from_the_global_rank(group, distributed):
+    group.recv(torch.zeros(5), src=2).wait()
+    assert distributed.calls == [("irecv", torch.uint8, 20, 9, "control")]
+
+
+def test_the_maximum_of_cpu_tensors_is_taken_over_the_control_group(group, distributed):
+    group.all_reduce_max(torch.zeros(1))
+    assert distributed.calls == [("all_reduce", torch.float32, 1, "max", "control")]
+
+
+def test_the_maximum_of_other_tensors_is_taken_over_the_process_group(group, distributed):
+    group.all_reduce_max(torch.zeros(1, device="meta"))
+    assert distributed.calls == [("all_reduce", torch.float32, 1, "max", "data")]
+
+
+def test_gathered_ints_are_plain_and_in_rank_order(group):
+    assert group.all_gather_ints([2**62, -5]) == [[2**62 + r, -5 + r] for r in range(3)]
+
+
+def test_ints_travel_as_int64_over_the_control_group(group, distributed):
+    group.all_gather_ints([1, 2])
+    assert distributed.calls == [("all_gather", torch.int64, 2, "control")]
+
+
+def test_gathered_objects_stand_in_rank_order(group):
+    assert group.all_gather_object("lr") == [(0, "lr"), (1, "lr"), (2, "lr")]

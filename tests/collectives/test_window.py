@@ -1,0 +1,125 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardopt.collectives import run_windowed
+
+
+class Operations:
+    """Numbered operations that write down when they are launched and finished, and fail where told to."""
+
+    def __init__(self, count, bad_launches=(), bad_finishes=()):
+        self.count = count
+        self.bad_launches = bad_launches
+        self.bad_finishes = bad_finishes
+        self.events = []
+        self.in_flight = 0
+        self.deepest = 0
+
+    def launches(self):
+        return [lambda number=number: self._launch(number) for number in range(self.count)]
+
+    def run(self, depth):
+        """Run them all; return the text of what was raised."""
+        try:
+            run_windowed(self.launches(), depth=depth)
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    def finished(self):
+        return [number for kind, number in self.events if kind == "finish"]
+
+    def launched(self):
+        return [number for kind, number in self.events if kind == "launch"]
+
+    def _launch(self, number):
+        if number in self.bad_launches:
+            raise RuntimeError(f"launch {number}")
+        self.events.append(("launch", number))
+        self.in_flight += 1
+        self.deepest = max(self.deepest, self.in_flight)
+        return lambda: self._finish(number)
+
+    def _finish(self, number):
+        self.events.append(("finish", number))
+        self.in_flight -= 1
+        if number in self.bad_finishes:
+            raise RuntimeError(f"finish {number}")
+
+
+counts = st.integers(0, 9)
+depths = st.integers(1, 5)
+numbers = st.sets(st.integers(0, 8), max_size=3)
+
+
+@given(counts, depths)
+def test_every_operation_is_launched_and_finished_once_in_order(count, depth):
+    operations = Operations(count)
+    operations.run(depth)
+    assert (operations.launched(), operations.finished()) == ([*range(count)], [*range(count)])
+
+
+@given(counts, depths, numbers, numbers)
+def test_what_was_launched_is_finished_once_in_order_whatever_raises(count, depth, launch, finish):
+    operations = Operations(count, launch, finish)
+    operations.run(depth)
+    assert operations.finished() == operations.launched()
+
+
+@given(counts, depths, numbers, numbers)
+def test_never_more_than_depth_operations_are_unfinished(count, depth, launch, finish):
+    operations = Operations(count, launch, finish)
+    operations.run(depth)
+    assert operations.deepest <= depth
+
+
+@given(counts, depths)
+def test_the_window_is_used_in_full(count, depth):
+    operations = Operations(count)
+    operations.run(depth)
+    assert operations.deepest == min(count, depth)
+
+
+@given(counts, depths, numbers)
+def test_nothing_is_launched_after_a_launch_raised(count, depth, launch):
+    operations = Operations(count, bad_launches=launch)
+    operations.run(depth)
+    assert operations.launched() == [*range(min([count, *launch]))]
+
+
+@given(counts, depths, numbers)
+def test_of_several_failing_finishes_the_first_is_raised(count, depth, finish):
+    operations = Operations(count, bad_finishes=finish)
+    failing = sorted(number for number in finish if number < count)
+    assert operations.run(depth) == (f"finish {failing[0]}" if failing else None)
+
+
+def test_a_failing_launch_is_raised_and_not_the_finishes_that_fail_after_it():
+    assert Operations(3, bad_launches={2}, bad_finishes={0, 1}).run(depth=2) == "finish 0"
+    assert Operations(3, bad_launches={1}, bad_finishes={0}).run(depth=2) == "launch 1"
+
+
+def test_operations_in_flight_are_finished_when_the_launches_themselves_raise():
+    operations = Operations(2)
+
+    def launches():
+        yield from operations.launches()
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        run_windowed(launches(), depth=3)
+    assert operations.finished() == [0, 1]
+
+
+def test_launches_are_drawn_one_at_a_time():
+    operations = Operations(3)
+    drawn = []
+
+    def launches():
+        for number, launch in enumerate(operations.launches()):
+            drawn.append((number, len(operations.finished())))
+            yield launch
+
+    run_windowed(launches(), depth=1)
+    assert drawn == [(0, 0), (1, 0), (2, 1)]

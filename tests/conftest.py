@@ -1,0 +1,166 @@
+"""What several test folders share: the hypothesis profile, and ranks that are threads of one process."""
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from shardopt.collectives import Pending
+
+settings.register_profile(
+    "shardopt",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("shardopt")
+
+PATIENCE_SECONDS = 30.0
+"""How long a rank waits for another one before the test fails; no test waits this long unless something is broken."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One tensor that went from one rank to another, or to all (``dst`` None)."""
+
+    src: int
+    dst: int | None
+    numel: int
+    nbytes: int
+
+
+class ThreadWorld:
+    """What the ranks of one run share."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.barrier = threading.Barrier(world_size, timeout=PATIENCE_SECONDS)
+        self.table: list[Any] = [None] * world_size
+        self.boxes: dict[tuple[int, int], queue.Queue] = {
+            (src, dst): queue.Queue() for src in range(world_size) for dst in range(world_size)
+        }
+        self.messages: list[Message] = []
+        self.num_gathers_by_rank = [{"ints": 0, "object": 0} for _ in range(world_size)]
+
+
+class Arrival:
+    """A work that copies what the peer sent, once, when it is awaited."""
+
+    def __init__(self, box: queue.Queue, tensor: Any) -> None:
+        self._box = box
+        self._tensor = tensor
+
+    def wait(self) -> None:
+        sent = self._box.get(timeout=PATIENCE_SECONDS)
+        assert sent.shape == self._tensor.shape
+        assert sent.dtype == self._tensor.dtype
+        self._tensor.copy_(sent)
+
+
+class ThreadGroup:
+    """A ``Group`` whose ranks are threads; records every message."""
+
+    process_group = None
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        self.world = world
+        self.rank = rank
+        self.world_size = world.world_size
+
+    def broadcast(self, tensor: Any, *, src: int) -> Pending:
+        assert tensor.dim() == 1
+        assert tensor.is_contiguous()
+        if self.rank != src:
+            return Pending([Arrival(self.world.boxes[src, self.rank], tensor)], [tensor])
+        nbytes = tensor.numel() * tensor.element_size()
+        self.world.messages.append(Message(src, None, tensor.numel(), nbytes))
+        for dst in range(self.world_size):
+            if dst != src:
+                self.world.boxes[src, dst].put(tensor.clone())
+        return Pending()
+
+    def send(self, tensor: Any, *, dst: int) -> Pending:
+        assert tensor.dim() == 1
+        assert tensor.is_contiguous()
+        assert tensor.device.type == "cpu"
+        assert dst != self.rank
+        nbytes = tensor.numel() * tensor.element_size()
+        self.world.messages.append(Message(self.rank, dst, tensor.numel(), nbytes))
+        self.world.boxes[self.rank, dst].put(tensor.clone())
+        return Pending()
+
+    def recv(self, tensor: Any, *, src: int) -> Pending:
+        assert tensor.dim() == 1
+        assert tensor.is_contiguous()
+        return Pending([Arrival(self.world.boxes[src, self.rank], tensor)], [tensor])
+
+    def all_reduce_max(self, tensor: Any) -> None:
+        for theirs in self._gather(tensor.clone()):
+            tensor.copy_(tensor.maximum(theirs))
+
+    def all_gather_ints(self, values: Any) -> list[list[int]]:
+        assert all(type(value) is int and -(2**63) <= value < 2**63 for value in values)
+        self.world.num_gathers_by_rank[self.rank]["ints"] += 1
+        gathered = self._gather(list(values))
+        assert len({len(theirs) for theirs in gathered}) == 1
+        return gathered
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self.world.num_gathers_by_rank[self.rank]["object"] += 1
+        return self._gather(value)
+
+    def _gather(self, value: Any) -> list[Any]:
+        self.world.table[self.rank] = value
+        self.world.barrier.wait()
+        gathered = list(self.world.table)
+        self.world.barrier.wait()
+        return gathered
+
+
+@dataclass
+class Run:
+    """What came of a function that ran on every rank."""
+
+    world: ThreadWorld
+    results: list[Any] = field(default_factory=list)
+    errors: list[Exception | None] = field(default_factory=list)
+
+    @property
+    def texts(self) -> list[str]:
+        """Type and text of what each rank raised."""
+        return ["" if e is None else f"{type(e).__name__}: {e}" for e in self.errors]
+
+    @property
+    def num_left_over(self) -> int:
+        """Messages that were sent and never received."""
+        return sum(box.qsize() for box in self.world.boxes.values())
+
+
+@pytest.fixture
+def run_threads() -> Callable[[int, Callable[[ThreadGroup], Any]], Run]:
+    """Call a function with the ``Group`` of each rank, a thread per rank; errors are kept, not raised."""
+
+    def run(world_size: int, function: Callable[[ThreadGroup], Any]) -> Run:
+        world = ThreadWorld(world_size)
+        outcome = Run(world, [None] * world_size, [None] * world_size)
+
+        def serve(rank: int) -> None:
+            try:
+                outcome.results[rank] = function(ThreadGroup(world, rank))
+            except Exception as raised:
+                outcome.errors[rank] = raised
+
+        threads = [threading.Thread(target=serve, args=(rank,)) for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return outcome
+
+    return run

@@ -1,0 +1,78 @@
+import pytest
+
+from shardopt.collectives import LoneRank
+from shardopt.errors import RankMismatchError
+from shardopt.step import Intent, agree
+
+GROUPS = [{"params": [], "lr": 0.1}]
+OTHERS = [{"params": [], "lr": 0.2}]
+
+
+def agreeing(groups_by_rank, **options_by_rank):
+    """A function that gives each rank its part of the arguments."""
+    return lambda group: agree(
+        group,
+        groups_by_rank[group.rank],
+        **{name: values[group.rank] for name, values in options_by_rank.items()},
+    )
+
+
+def test_equal_options_make_every_rank_active(run_threads):
+    run = run_threads(3, agreeing([GROUPS] * 3))
+    assert run.results == [Intent(is_skipped=False, joined=(), active=(0, 1, 2))] * 3
+
+
+def test_agreement_costs_one_gather_of_ints(run_threads):
+    run = run_threads(2, agreeing([GROUPS] * 2))
+    assert run.world.num_gathers_by_rank == [{"ints": 1, "object": 0}] * 2
+
+
+def test_options_that_differ_are_named_on_every_rank(run_threads):
+    run = run_threads(3, agreeing([GROUPS, GROUPS, OTHERS]))
+    text = (
+        "RankMismatchError: options differ between ranks; set learning rates and schedules alike: rank 2 was given "
+        "other things than rank 0; first difference at option 'lr' of group 0: 0.2 on rank 2, 0.1 on rank 0"
+    )
+    assert run.texts == [text] * 3
+
+
+def test_a_skip_of_one_rank_is_a_skip_of_all(run_threads):
+    run = run_threads(3, agreeing([GROUPS] * 3, skip=[False, True, False]))
+    assert [intent.is_skipped for intent in run.results] == [True] * 3
+
+
+def test_ranks_without_inputs_are_known_to_all(run_threads):
+    run = run_threads(3, agreeing([GROUPS] * 3, is_joined=[True, False, True]))
+    assert run.results == [Intent(is_skipped=False, joined=(0, 2), active=(1,))] * 3
+
+
+def test_options_of_ranks_without_inputs_are_not_compared(run_threads):
+    run = run_threads(3, agreeing([OTHERS, GROUPS, GROUPS], is_joined=[True, False, False]))
+    assert run.texts == [""] * 3
+
+
+def test_ranks_without_inputs_raise_where_the_others_differ(run_threads):
+    run = run_threads(3, agreeing([GROUPS, GROUPS, OTHERS], is_joined=[True, False, False]))
+    assert [type(error) for error in run.errors] == [RankMismatchError] * 3
+
+
+def test_an_error_of_one_rank_stops_all(run_threads):
+    run = run_threads(2, agreeing([GROUPS] * 2, error=[None, ValueError("odd")]))
+    assert run.texts == [
+        "RemoteRankError: preparing the step failed on another rank; rank 1: ValueError: odd",
+        "ValueError: odd",
+    ]
+
+
+def test_an_error_comes_before_a_difference_of_options(run_threads):
+    run = run_threads(2, agreeing([GROUPS, OTHERS], error=[None, ValueError("odd")]))
+    assert run.texts[1] == "ValueError: odd"
+
+
+def test_a_lone_rank_agrees_with_itself():
+    assert agree(LoneRank(), GROUPS, skip=True) == Intent(is_skipped=True, joined=(), active=(0,))
+
+
+def test_a_lone_rank_raises_its_own_error():
+    with pytest.raises(ValueError, match="odd"):
+        agree(LoneRank(), GROUPS, error=ValueError("odd"))

@@ -1,0 +1,257 @@
+import inspect
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import shardopt
+import shardopt.ddp_zero_hook
+import shardopt.errors
+import shardopt.testing
+import shardopt.torch
+
+NAMES = [
+    "NotConsolidatedError",
+    "OverlapError",
+    "ParameterChangedError",
+    "RankMismatchError",
+    "RemoteRankError",
+    "Sharding",
+    "ShardoptError",
+    "StateMismatchError",
+    "ZeroRedundancyOptimizer",
+]
+
+BUILTIN_KINDS = {
+    "NotConsolidatedError": RuntimeError,
+    "OverlapError": RuntimeError,
+    "ParameterChangedError": RuntimeError,
+    "RankMismatchError": ValueError,
+    "RemoteRankError": RuntimeError,
+    "StateMismatchError": ValueError,
+}
+
+METHODS = [
+    "step",
+    "zero_grad",
+    "add_param_group",
+    "consolidate_state_dict",
+    "state_dict",
+    "load_state_dict",
+    "join_hook",
+    "join_device",
+    "join_process_group",
+]
+
+HOOKS = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
+
+
+def parameters(function):
+    """Name, kind and default of each parameter."""
+    return [
+        (p.name, p.kind.name, p.default) for p in inspect.signature(function).parameters.values()
+    ]
+
+
+def run_fresh(code):
+    """Run code in an interpreter of its own; return what it prints."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    ).stdout.strip()
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def test_the_public_names_are_these():
+    assert shardopt.__all__ == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_can_be_had(name):
+    assert getattr(shardopt, name).__name__ == name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_has_a_docstring(name):
+    assert vars(getattr(shardopt, name))["__doc__"]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_public_method_has_a_docstring(name):
+    assert inspect.getattr_static(shardopt.ZeroRedundancyOptimizer, name).__doc__
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_every_hook_has_a_docstring(name):
+    assert getattr(shardopt.ddp_zero_hook, name).__doc__
+
+
+@pytest.mark.parametrize("name", shardopt.testing.__all__)
+def test_every_name_for_testing_has_a_docstring(name):
+    assert getattr(shardopt.testing, name).__doc__
+
+
+def test_the_names_for_testing_are_these():
+    assert shardopt.testing.__all__ == ["RankError", "RankPool", "run_ranks"]
+
+
+def test_the_lazy_optimizer_is_that_of_the_torch_front():
+    assert shardopt.ZeroRedundancyOptimizer is shardopt.torch.ZeroRedundancyOptimizer
+
+
+def test_the_torch_front_offers_the_optimizer_only():
+    assert shardopt.torch.__all__ == ["ZeroRedundancyOptimizer"]
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'shardopt' has no attribute 'Zero'"):
+        shardopt.Zero  # noqa: B018 - the access is what is tested
+
+
+def test_the_version_is_that_of_the_distribution():
+    from importlib.metadata import version
+
+    assert shardopt.__version__ == version("shardopt")
+
+
+# --- signatures -----------------------------------------------------------------------------------
+
+
+def test_the_constructor_has_the_signature_of_torch_and_one_more_keyword():
+    assert parameters(shardopt.ZeroRedundancyOptimizer) == [
+        ("params", "POSITIONAL_OR_KEYWORD", inspect.Parameter.empty),
+        ("optimizer_class", "POSITIONAL_OR_KEYWORD", inspect.Parameter.empty),
+        ("process_group", "POSITIONAL_OR_KEYWORD", None),
+        ("parameters_as_bucket_view", "POSITIONAL_OR_KEYWORD", False),
+        ("overlap_with_ddp", "POSITIONAL_OR_KEYWORD", False),
+        ("sharding", "KEYWORD_ONLY", shardopt.Sharding()),
+        ("defaults", "VAR_KEYWORD", inspect.Parameter.empty),
+    ]
+
+
+def test_sharding_has_one_option():
+    assert parameters(shardopt.Sharding) == [("bucket_mb", "POSITIONAL_OR_KEYWORD", 25.0)]
+
+
+def test_consolidate_state_dict_goes_to_rank_0_by_default():
+    assert parameters(shardopt.ZeroRedundancyOptimizer.consolidate_state_dict)[1:] == [
+        ("to", "POSITIONAL_OR_KEYWORD", 0)
+    ]
+
+
+def test_step_takes_a_closure_first():
+    assert parameters(shardopt.ZeroRedundancyOptimizer.step)[1:] == [
+        ("closure", "POSITIONAL_OR_KEYWORD", None),
+        ("kwargs", "VAR_KEYWORD", inspect.Parameter.empty),
+    ]
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_the_hooks_have_the_signature_of_torch(name):
+    assert parameters(getattr(shardopt.ddp_zero_hook, name)) == [
+        ("hook", "POSITIONAL_OR_KEYWORD", inspect.Parameter.empty),
+        ("ddp", "POSITIONAL_OR_KEYWORD", inspect.Parameter.empty),
+        ("zero", "POSITIONAL_OR_KEYWORD", inspect.Parameter.empty),
+        ("shard_buckets", "POSITIONAL_OR_KEYWORD", False),
+    ]
+
+
+def test_run_ranks_takes_world_sizes_and_a_timeout():
+    assert parameters(shardopt.testing.run_ranks) == [
+        ("world_sizes", "VAR_POSITIONAL", inspect.Parameter.empty),
+        ("timeout", "KEYWORD_ONLY", 120.0),
+    ]
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def test_every_error_is_public():
+    defined = {name for name, value in vars(shardopt.errors).items() if isinstance(value, type)}
+    assert defined == {name for name in NAMES if name.endswith("Error")}
+
+
+@pytest.mark.parametrize("name", BUILTIN_KINDS)
+def test_every_error_is_one_of_ours(name):
+    assert issubclass(getattr(shardopt, name), shardopt.ShardoptError)
+
+
+@pytest.mark.parametrize(("name", "kind"), BUILTIN_KINDS.items())
+def test_every_error_is_also_the_builtin_kind(name, kind):
+    assert issubclass(getattr(shardopt, name), kind)
+
+
+# --- what an import loads -------------------------------------------------------------------------
+
+
+def test_importing_shardopt_imports_no_framework():
+    loaded = run_fresh(
+        """
+        import sys
+        import shardopt
+        print([name for name in ("torch", "tensorplay", "numpy") if name in sys.modules])
+        """
+    )
+    assert loaded == "[]"
+
+
+@pytest.mark.parametrize(
+    "room",
+    [
+        "partition",
+        "collectives",
+        "buffers",
+        "step",
+        "checkpoint",
+        "join",
+        "param_groups",
+        "shards",
+        "optimizer",
+        "frameworks",
+        "testing",
+    ],
+)
+def test_importing_a_room_imports_no_framework(room):
+    loaded = run_fresh(
+        f"""
+        import sys
+        import shardopt.{room}
+        print([name for name in ("torch", "tensorplay", "numpy") if name in sys.modules])
+        """
+    )
+    assert loaded == "[]"
+
+
+def test_without_torch_the_optimizer_says_how_to_get_it():
+    text = run_fresh(
+        """
+        import sys
+        sys.modules["torch"] = None
+        import shardopt
+        try:
+            shardopt.ZeroRedundancyOptimizer
+        except ImportError as error:
+            print(error)
+        """
+    )
+    assert text == (
+        "shardopt.ZeroRedundancyOptimizer needs torch; install it with: pip install 'shardopt[torch]'"
+    )
+
+
+def test_without_torch_everything_else_can_be_had():
+    text = run_fresh(
+        """
+        import sys
+        sys.modules["torch"] = None
+        import shardopt
+        print(shardopt.Sharding(bucket_mb=1).bucket_nbytes)
+        """
+    )
+    assert text == str(2**20)

@@ -1,0 +1,44 @@
+import dataclasses
+
+import pytest
+
+from shardopt import Sharding
+
+
+def test_a_bucket_is_25_mib_by_default():
+    assert Sharding().bucket_nbytes == 25 * 2**20
+
+
+@pytest.mark.parametrize(("mb", "nbytes"), [(1, 2**20), (0.5, 2**19), (1e-9, 1)])
+def test_bucket_nbytes_is_bucket_mb_in_bytes_and_at_least_one(mb, nbytes):
+    assert Sharding(bucket_mb=mb).bucket_nbytes == nbytes
+
+
+@pytest.mark.parametrize("mb", [0, -1.5, float("nan")])
+def test_a_bound_that_is_not_above_zero_is_refused(mb):
+    with pytest.raises(ValueError, match="bucket_mb") as caught:
+        Sharding(bucket_mb=mb)
+    assert str(caught.value) == f"bucket_mb: expected a number of MiB above 0, got {mb!r}"
+
+
+def test_a_bound_that_is_no_number_is_a_type_error():
+    with pytest.raises(TypeError):
+        Sharding(bucket_mb="25")
+
+
+@pytest.mark.xfail(strict=True, reason="passes the door and fails later, see the bug report")
+def test_an_infinite_bound_is_refused_at_the_door():
+    with pytest.raises(ValueError, match="bucket_mb"):
+        Sharding(bucket_mb=float("inf"))
+
+
+def test_sharding_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Sharding().bucket_mb = 1.0
+
+
+def test_equal_options_are_equal_and_read_equally():
+    assert (Sharding(bucket_mb=2) == Sharding(bucket_mb=2), str(Sharding(bucket_mb=2))) == (
+        True,
+        "Sharding(bucket_mb=2)",
+    )
