@@ -46,7 +46,7 @@ def stand_last(optimizer: Any, is_sharded: Any) -> Any:
     frame = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")
-        joinables = getattr(caller, "_joinables", ())
+        joinables: Any = getattr(caller, "_joinables", ())
         positions = [i for i, joinable in enumerate(joinables) if joinable is optimizer]
         if positions and not isinstance(joinables, list):
             raise TypeError(

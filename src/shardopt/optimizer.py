@@ -7,17 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
-from shardopt.checkpoint import (
-    consolidate,
-    full_state_dict,
-    local_part,
-    map_tensors,
-    renumber,
-    state_facts,
-    validate,
-    whole_group,
-)
-from shardopt.collectives import raise_together, require_equal
+from shardopt.checkpoint import collect_full, load_full, map_tensors
+from shardopt.collectives import raise_together
 from shardopt.errors import NotConsolidatedError, OverlapError
 from shardopt.frameworks import Framework
 from shardopt.join import stand_last
@@ -268,25 +259,17 @@ class ShardedOptimizer:
         Raises:
             ValueError: ``to`` is no rank of the group, or not equal on all ranks.
         """
-        require_equal(self._group, [("to", repr(to))], subject="consolidate_state_dict()")
-        if to not in range(self._group.world_size):
-            raise ValueError(f"to: expected a rank in [0, {self._group.world_size}), got {to!r}")
         self._snapshot = None
-        with raise_together(self._group, doing="state_dict() of the local optimizer"):
-            local = self.optim.state_dict()
-            mine = renumber(local, self.shards.owned)
-        state = consolidate(
+        self._snapshot = collect_full(
             self._group,
-            mine,
+            self.optim,
+            owned=self.shards.owned,
+            param_groups=self.param_groups,
             to=to,
             chunk_nbytes=self._sharding.bucket_nbytes,
             empty=self.framework.empty_on_cpu,
             is_tensor=self.framework.is_tensor,
         )
-        if state is not None:
-            self._snapshot = full_state_dict(
-                local, state, self.param_groups, self.framework.is_tensor
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the last consolidated state, as the unsharded optimizer's ``state_dict()`` would be then. Local.
@@ -317,35 +300,20 @@ class ShardedOptimizer:
             StateMismatchError: It does not fit. As with every failure here, on all ranks, with nothing loaded.
             RankMismatchError: Ranks passed different ones.
         """
-        with raise_together(self._group, doing="load_state_dict()"):
+        with raise_together(self._group, doing="load_state_dict() hooks"):
             for before in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = before(self, state_dict) or state_dict
-            live = renumber(self.optim.state_dict(), self.shards.owned)
-            validate(
-                state_dict, self.shards.specs, [len(g["params"]) for g in self.param_groups], live
-            )
-        facts = [
-            *state_facts(state_dict, self.shards.specs),
-            *option_facts(state_dict["param_groups"]),
-        ]
-        require_equal(self._group, facts, subject="every rank must load the same state dict")
-        kept = self.optim.state, self.optim.param_groups
-        try:
-            with raise_together(self._group, doing="load_state_dict() of the local optimizer"):
-                self.optim.load_state_dict(
-                    local_part(state_dict, self.shards.owned, self.framework.is_tensor)
-                )
-        except Exception:
-            self.optim.state, self.optim.param_groups = kept
-            raise
+        load_full(
+            self._group,
+            self.optim,
+            state_dict,
+            owned=self.shards.owned,
+            specs=self.shards.specs,
+            param_groups=self.param_groups,
+            is_tensor=self.framework.is_tensor,
+        )
         self._snapshot = None
         self.state = self.optim.state
-        self.param_groups[:] = [
-            whole_group(theirs, ours, saved)
-            for theirs, ours, saved in zip(
-                self.optim.param_groups, self.param_groups, state_dict["param_groups"], strict=True
-            )
-        ]
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

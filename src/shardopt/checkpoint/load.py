@@ -91,19 +91,19 @@ def saved_ids(state_dict: Mapping[str, Any]) -> list[Any]:
 
 
 def state_facts(state_dict: Mapping[str, Any], specs: Sequence[ParamSpec]) -> list[tuple[str, str]]:
-    """What ranks can compare of the state dicts they were given: keys and shapes of each parameter's state."""
-    return [
-        (
-            spec.label,
-            repr(
-                [
-                    (str(k), tuple(getattr(v, "shape", ())))
-                    for k, v in _items(state_dict["state"].get(saved))
-                ]
-            ),
-        )
-        for spec, saved in zip(specs, saved_ids(state_dict), strict=True)
+    """What ranks can compare of the state dicts they were given: each parameter's keys and shapes, and all options."""
+    entries = [state_dict["state"].get(saved) for saved in saved_ids(state_dict)]
+    shapes = [
+        (spec.label, repr([(str(k), tuple(getattr(v, "shape", ()))) for k, v in _items(entry)]))
+        for spec, entry in zip(specs, entries, strict=True)
     ]
+    options = [
+        (f"option {key!r} of group {number}", repr(value))
+        for number, group in enumerate(state_dict["param_groups"])
+        for key, value in _items(group)
+        if value is None or isinstance(value, (bool, int, float, str))
+    ]
+    return shapes + options
 
 
 def _items(entry: Any) -> list[tuple[Any, Any]]:

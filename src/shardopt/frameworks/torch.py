@@ -17,6 +17,11 @@ from shardopt.collectives import Group, LoneRank, RankGroup
 from shardopt.frameworks.framework import Framework
 from shardopt.join import ShadowStep
 
+_NO_MEMBER = (
+    "process_group: global rank {rank} is no member of it; make the optimizer only on the ranks that new_group() was "
+    "given"
+)
+
 
 def find_group(process_group: Any) -> Group:
     """Return the sharding group that ``process_group`` stands for.
@@ -48,16 +53,14 @@ def find_group(process_group: Any) -> Group:
             )
         process_group = process_group.get_group()
     group = dist.group.WORLD if process_group is None else process_group
-    is_member = group is not dist.GroupMember.NON_GROUP_MEMBER
-    if is_member and not isinstance(group, dist.ProcessGroup):
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(_NO_MEMBER.format(rank=dist.get_rank()))
+    if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"process_group: expected a ProcessGroup, a 1-D DeviceMesh or None, got {type(group).__name__}"
         )
-    if not is_member or dist.get_rank(group) < 0:
-        raise ValueError(
-            f"process_group: global rank {dist.get_rank()} is no member of it; "
-            "make the optimizer only on the ranks that new_group() was given"
-        )
+    if dist.get_rank(group) < 0:
+        raise ValueError(_NO_MEMBER.format(rank=dist.get_rank()))
     if dist.get_world_size(group) == 1:
         return LoneRank(group)
     return RankGroup(torch, dist, group, control=_control_group(group))

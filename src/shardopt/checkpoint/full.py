@@ -1,0 +1,99 @@
+"""The two directions, as all ranks take them together: collect the full state dict, load a full state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardopt.checkpoint.consolidate import consolidate
+from shardopt.checkpoint.load import local_part, state_facts, validate
+from shardopt.checkpoint.state_dict import full_state_dict, renumber, whole_group
+from shardopt.collectives import Group, raise_together, require_equal
+from shardopt.partition import ParamSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def collect_full(
+    group: Group,
+    local_optimizer: Any,
+    *,
+    owned: Sequence[int],
+    param_groups: Sequence[dict[str, Any]],
+    to: int,
+    chunk_nbytes: int,
+    empty: Callable[[int, str], Tensor],
+    is_tensor: Callable[[Any], bool],
+) -> dict[str, Any] | None:
+    """Return, on rank ``to``, what the unsharded optimizer's ``state_dict()`` would be; elsewhere None. Collective.
+
+    Args:
+        group: The sharding group.
+        local_optimizer: The wrapped optimizer of this rank.
+        owned: Indices of its parameters.
+        param_groups: Of the whole optimizer.
+        to: The receiving rank.
+        chunk_nbytes: Bytes of one message.
+        empty: Makes a flat CPU tensor from a numel and ``str(dtype)``.
+        is_tensor: Whether a value is a tensor.
+
+    Raises:
+        RankMismatchError: Ranks name different receivers.
+        ValueError: ``to`` is no rank of the group.
+    """
+    require_equal(group, [("to", repr(to))], subject="consolidate_state_dict()")
+    if to not in range(group.world_size):
+        raise ValueError(f"to: expected a rank in [0, {group.world_size}), got {to!r}")
+    with raise_together(group, doing="state_dict() of the local optimizer"):
+        local = local_optimizer.state_dict()
+        mine = renumber(local, owned)
+    state = consolidate(
+        group, mine, to=to, chunk_nbytes=chunk_nbytes, empty=empty, is_tensor=is_tensor
+    )
+    return None if state is None else full_state_dict(local, state, param_groups, is_tensor)
+
+
+def load_full(
+    group: Group,
+    local_optimizer: Any,
+    state_dict: Any,
+    *,
+    owned: Sequence[int],
+    specs: Sequence[ParamSpec],
+    param_groups: list[dict[str, Any]],
+    is_tensor: Callable[[Any], bool],
+) -> None:
+    """Load this rank's part of a full state dict into the local optimizer, and the options of all. Collective.
+
+    Args:
+        group: The sharding group.
+        local_optimizer: The wrapped optimizer of this rank.
+        state_dict: The full state dict; left as it is, and no memory of it is kept.
+        owned: Indices of the local optimizer's parameters.
+        specs: All parameters.
+        param_groups: Of the whole optimizer; its groups are replaced.
+        is_tensor: Whether a value is a tensor.
+
+    Raises:
+        StateMismatchError: It does not fit. As with every failure, on all ranks, with nothing loaded.
+        RankMismatchError: Ranks passed different ones.
+    """
+    with raise_together(group, doing="load_state_dict()"):
+        live = renumber(local_optimizer.state_dict(), owned)
+        validate(state_dict, specs, [len(g["params"]) for g in param_groups], live)
+    facts = state_facts(state_dict, specs)
+    require_equal(group, facts, subject="every rank must load the same state dict")
+    kept = local_optimizer.state, local_optimizer.param_groups
+    try:
+        with raise_together(group, doing="load_state_dict() of the local optimizer"):
+            local_optimizer.load_state_dict(local_part(state_dict, owned, is_tensor))
+    except Exception:
+        local_optimizer.state, local_optimizer.param_groups = kept
+        raise
+    param_groups[:] = [
+        whole_group(local, current, saved)
+        for local, current, saved in zip(
+            local_optimizer.param_groups, param_groups, state_dict["param_groups"], strict=True
+        )
+    ]
