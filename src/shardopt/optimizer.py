@@ -227,9 +227,13 @@ class ShardedOptimizer:
             params=self.shards.params,
             owners=self.shards.owners,
             plan=self.shards.buckets_for,
-            before=partial(self.framework.fire_step_hooks, self, before=True),
+            before=self._before_backward_step,
             after=partial(self.framework.fire_step_hooks, self, before=False),
         )
+
+    def _before_backward_step(self) -> None:
+        self.shards.require_intact()
+        self.framework.fire_step_hooks(self, before=True)
 
     def _confirm_backward_step(self, closure: Any) -> Any:
         loss = None

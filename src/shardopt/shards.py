@@ -59,6 +59,7 @@ class Shards:
         self.specs: list[ParamSpec] = []
         self.owners: list[int] = []
         self.buckets: list[ParamBucket] = []
+        self._devices: list[Any] = []
         self._framework = framework
         self._bucket_nbytes = sharding.bucket_nbytes
         self._has_views = has_views
@@ -119,6 +120,7 @@ class Shards:
         """Take planned parameters in: from here on they have owners and lie in buckets."""
         self.specs[:], self.owners[:] = plan.specs, plan.owners
         self.params[:] = [param for group in param_groups for param in group["params"]]
+        self._devices = [param.device for param in self.params]
         for bucket in plan.layout.buckets:
             if self._has_views:
                 self.buckets.append(ViewedBucket(bucket, self.params, self.specs))
@@ -136,7 +138,7 @@ class Shards:
 
     def require_intact(self) -> None:
         """Raise if a parameter no longer fits its bucket; take views back whose ``data`` was replaced."""
-        require_unchanged(self.params, self.specs)
+        require_unchanged(self.params, self.specs, self._devices)
         for bucket in self.buckets:
             bucket.reattach()
 

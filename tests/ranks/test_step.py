@@ -240,7 +240,7 @@ def test_a_changed_dtype_raises_everywhere_and_names_the_param() -> None:
             model.to(torch.bfloat16)
         texts = raises_everywhere(zero.step)
         assert texts[-1].startswith(
-            "ParameterChangedError: param 0 '0.weight': now (11, 6) torch.bfloat16, but (11, 6) torch.float32 when "
+            "ParameterChangedError: param 0 '0.weight': now (11, 6) torch.bfloat16 on cpu, but (11, 6) torch.float32 on cpu when "
         )
         assert all("ParameterChangedError: param 0 '0.weight'" in t for t in texts)
     assert issubclass(ParameterChangedError, RuntimeError)

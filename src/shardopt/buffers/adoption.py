@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardopt.errors import ParameterChangedError
 from shardopt.partition import ParamSpec
@@ -37,15 +37,22 @@ def _extent_nbytes(param: Tensor) -> int:
     return (int(last) + 1) * param.element_size()
 
 
-def require_unchanged(params: Sequence[Tensor], specs: Sequence[ParamSpec]) -> None:
-    """Raise if a parameter no longer has the shape and dtype that the layout was planned for.
+def require_unchanged(
+    params: Sequence[Tensor], specs: Sequence[ParamSpec], devices: Sequence[Any]
+) -> None:
+    """Raise if a parameter no longer has the shape, dtype and device that the layout was planned for.
 
     Raises:
         ParameterChangedError: Names the parameter, what it is and what it was.
     """
-    for param, spec in zip(params, specs, strict=True):
-        if tuple(param.shape) != spec.shape or str(param.dtype) != spec.dtype:
+    for param, spec, device in zip(params, specs, devices, strict=True):
+        if (
+            tuple(param.shape) != spec.shape
+            or str(param.dtype) != spec.dtype
+            or param.device != device
+        ):
             raise ParameterChangedError(
-                f"{spec.label}: now {tuple(param.shape)} {param.dtype}, but {spec.shape} {spec.dtype} when the "
-                "optimizer was made; convert or resize the model first, then make the optimizer and load its state"
+                f"{spec.label}: now {tuple(param.shape)} {param.dtype} on {param.device}, but {spec.shape} "
+                f"{spec.dtype} on {device} when the optimizer was made; convert, resize or move the model first, then "
+                "make the optimizer and load its state"
             )

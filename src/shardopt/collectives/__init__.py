@@ -14,7 +14,7 @@ from shardopt.collectives.agreement import (
     settle,
 )
 from shardopt.collectives.group import Group, LoneRank, Pending, RankGroup
-from shardopt.collectives.window import Finish, run_windowed
+from shardopt.collectives.window import Finish, Window, run_windowed
 
 __all__ = [
     "Finish",
@@ -22,6 +22,7 @@ __all__ = [
     "LoneRank",
     "Pending",
     "RankGroup",
+    "Window",
     "digest",
     "raise_as_settled",
     "raise_together",

@@ -4,9 +4,52 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 Finish = Callable[[], None]
 """Waits for one launched operation and puts away what it brought."""
+
+
+class Window:
+    """Operations that were launched and not yet finished, oldest first."""
+
+    def __init__(self, *, depth: int) -> None:
+        """Allow ``depth`` unfinished operations, 1 or more."""
+        self._depth = depth
+        self._in_flight: deque[Finish] = deque()
+
+    def launch(self, launch: Callable[[], Finish]) -> None:
+        """Finish the oldest operation if the window is full, then launch another.
+
+        Raises:
+            Exception: What either raised, after everything else in flight was finished.
+        """
+        try:
+            if len(self._in_flight) == self._depth:
+                self._in_flight.popleft()()
+            self._in_flight.append(launch())
+        except Exception:
+            self._finish_quietly()
+            raise
+
+    def drain(self) -> None:
+        """Finish everything in flight, in launch order.
+
+        Raises:
+            Exception: The first that a finish raised, after all others were called.
+        """
+        try:
+            while self._in_flight:
+                self._in_flight.popleft()()
+        except Exception:
+            self._finish_quietly()
+            raise
+
+    def _finish_quietly(self) -> None:
+        """Finish what is left after an exception, which matters more than theirs."""
+        while self._in_flight:
+            with suppress(Exception):
+                self._in_flight.popleft()()
 
 
 def run_windowed(launches: Iterable[Callable[[], Finish]], *, depth: int) -> None:
@@ -19,23 +62,7 @@ def run_windowed(launches: Iterable[Callable[[], Finish]], *, depth: int) -> Non
         launches: Each starts an operation and returns what finishes it.
         depth: 1 or more.
     """
-    in_flight: deque[Finish] = deque()
-    try:
-        for launch in launches:
-            if len(in_flight) == depth:
-                in_flight.popleft()()
-            in_flight.append(launch())
-        while in_flight:
-            in_flight.popleft()()
-    finally:
-        _finish_quietly(in_flight)
-
-
-def _finish_quietly(in_flight: deque[Finish]) -> None:
-    """Finish what is left after an exception, which matters more than theirs."""
-    while in_flight:
-        finish = in_flight.popleft()
-        try:
-            finish()
-        except Exception:
-            continue
+    window = Window(depth=depth)
+    for launch in launches:
+        window.launch(launch)
+    window.drain()

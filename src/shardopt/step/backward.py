@@ -7,13 +7,14 @@ parameters; their owners update them at once and their exchange is launched, whi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardopt.buffers import StagedBucket
-from shardopt.collectives import Finish, Group, settle
+from shardopt.collectives import Group, Window, settle
 from shardopt.errors import OverlapError
 from shardopt.step.agreement import agree
-from shardopt.step.exchange import launch_exchange
+from shardopt.step.exchange import DEPTH, launch_exchange
 from shardopt.step.options import copy_options, options_of
 from shardopt.step.update import only_params
 
@@ -60,7 +61,7 @@ class BackwardStep:
             params: All parameters, by index.
             owners: The owner of each.
             plan: Returns buckets for some parameters, by index.
-            before: Called before the first update of a backward: step pre-hooks.
+            before: Called before the first update of a backward: checks and step pre-hooks.
             after: Called when all replicas are equal again: step post-hooks.
         """
         self._group = group
@@ -74,7 +75,7 @@ class BackwardStep:
         self._buckets_of: dict[tuple[int, ...], list[StagedBucket]] = {}
         self._options: list[dict[str, Any]] | None = None
         self._error: Exception | None = None
-        self._unfinished: list[Finish] = []
+        self._window = Window(depth=DEPTH)
         self._num_unconfirmed = 0
         self._gradients: list[tuple[Tensor, int]] = []
 
@@ -104,17 +105,15 @@ class BackwardStep:
             self._buckets_of[key] = self._plan(key)
         for bucket in self._buckets_of[key]:
             ranks = [section.rank for section in bucket.plan.sections if section.slots]
-            self._unfinished.append(launch_exchange(self._group, bucket, ranks))
+            self._window.launch(partial(launch_exchange, self._group, bucket, ranks))
 
     def finish(self) -> None:
         """Wait for all exchanges; raise on every rank if an update failed on one. Collective."""
         if self._options is None:
             return
-        unfinished, self._unfinished = self._unfinished, []
         error, self._error = self._error, None
         self._options = None
-        for finish in unfinished:
-            finish()
+        self._window.drain()
         copy_options(self._local_optimizer.param_groups, self._param_groups())
         settle(self._group, error, doing="the local optimizer's step() inside backward")
         self._num_unconfirmed += 1
@@ -140,8 +139,12 @@ class BackwardStep:
 
     def _begin(self) -> None:
         """Agree, as a step outside of backward does, and remember the options that every part of it starts from."""
-        self._before()
-        agree(self._group, self._param_groups())
+        error: Exception | None = None
+        try:
+            self._before()
+        except Exception as raised:
+            error = raised
+        agree(self._group, self._param_groups(), error=error)
         copy_options(self._param_groups(), self._local_optimizer.param_groups)
         self._options = [dict(options_of(group)) for group in self._local_optimizer.param_groups]
 
