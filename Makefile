@@ -7,7 +7,7 @@ RANKS ?= 2
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[torch,demo,dev]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[torch,tensorplay,demo,dev]'
 	touch $@
 
 demo: $(VENV)/installed  ## Train a small GPT on two processes and show the memory saved

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -29,6 +29,8 @@ from shardopt.step import (
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_SHARDING = Sharding()
+
 
 class ShardedOptimizer:
     """The class that the fronts make an ``Optimizer`` and ``Joinable`` of their framework; see there for its use.
@@ -37,6 +39,9 @@ class ShardedOptimizer:
     """
 
     framework: ClassVar[Framework]
+    _step_supports_amp_scaling = True
+    """Makes GradScaler call ``step()`` also where it found an inf, so that ranks agree on it; see step/scaling.py."""
+
     param_groups: list[dict[str, Any]]
     state: Any
     defaults: dict[str, Any]
@@ -48,15 +53,20 @@ class ShardedOptimizer:
 
     def __init__(
         self,
-        params: Any,
-        optimizer_class: Any,
-        process_group: Any,
-        parameters_as_bucket_view: bool,
-        overlap_with_ddp: bool,
-        sharding: Sharding,
-        defaults: dict[str, Any],
+        params: Iterable[Any],
+        optimizer_class: Callable[..., Any],
+        process_group: Any = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        *,
+        sharding: Sharding = DEFAULT_SHARDING,
+        **defaults: Any,
     ) -> None:
-        """Read, compare, partition, make the local optimizer, and only then touch parameters. Collective."""
+        """Read, compare, partition, make the local optimizer, and only then touch parameters. Collective.
+
+        Arguments and errors are those of the class.
+        """
+        self.framework.init_joinable(self)
         self._group = self.framework.find_group(process_group)
         self._sharding = sharding
         self._snapshot: dict[str, Any] | None = None

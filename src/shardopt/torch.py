@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
-
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from shardopt.frameworks.torch import TORCH
 from shardopt.optimizer import ShardedOptimizer
-from shardopt.sharding import Sharding
-
-DEFAULT_SHARDING = Sharding()
 
 
 class ZeroRedundancyOptimizer(ShardedOptimizer, Optimizer, Joinable):
@@ -61,34 +55,6 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, Optimizer, Joinable):
     """
 
     framework = TORCH
-    _step_supports_amp_scaling = (
-        True  # GradScaler then lets step() agree on an inf, see step/scaling.py
-    )
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        optimizer_class: Callable[..., Optimizer],
-        process_group: Any = None,
-        parameters_as_bucket_view: bool = False,
-        overlap_with_ddp: bool = False,
-        *,
-        sharding: Sharding = DEFAULT_SHARDING,
-        **defaults: Any,
-    ) -> None:
-        """Make the optimizer. Collective; see the class."""
-        Joinable.__init__(self)
-        ShardedOptimizer.__init__(
-            self,
-            params,
-            optimizer_class,
-            process_group,
-            parameters_as_bucket_view,
-            overlap_with_ddp,
-            sharding,
-            defaults,
-        )
-
     _hooked_step = Optimizer.profile_hook_step(ShardedOptimizer._step_after_backward)
 
 

@@ -1,0 +1,80 @@
+"""What the adapters have in common, given a framework's modules."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from shardopt.collectives import Group, LoneRank, RankGroup
+
+
+def find_group(
+    process_group: Any,
+    *,
+    framework: Any,
+    distributed: Any,
+    mesh_class: type,
+    control_of: Callable[[Any], Any],
+) -> Group:
+    """Return the sharding group that ``process_group`` stands for.
+
+    Args:
+        process_group: None for the default group, a process group, or a 1-D device mesh. Where no default group was
+            initialized and no launcher announced other processes, this process is rank 0 of 1, so that a script runs
+            on one machine as it is.
+        framework: The module of the framework.
+        distributed: Its ``distributed`` module.
+        mesh_class: Its ``DeviceMesh``.
+        control_of: Returns a group of the same ranks that serves the CPU. Collective.
+
+    Raises:
+        RuntimeError: A launcher announced several processes (``WORLD_SIZE``) but ``init_process_group`` was not called;
+            going on alone would train that many unrelated models.
+        ValueError: This process is no member of the group, or the mesh has several dimensions.
+        TypeError: Neither a process group nor a mesh.
+    """
+    if not distributed.is_initialized():
+        if process_group is not None or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            reason = (
+                "WORLD_SIZE is above 1" if process_group is None else "a process_group was given"
+            )
+            raise RuntimeError(
+                f"{distributed.__name__} is not initialized, but {reason}; "
+                "call init_process_group() before making the optimizer"
+            )
+        return LoneRank()
+    if isinstance(process_group, mesh_class):
+        num_dims = process_group.ndim  # type: ignore[attr-defined]
+        if num_dims != 1:
+            raise ValueError(
+                f"process_group is a DeviceMesh of {num_dims} dimensions, expected 1; "
+                "pass one dimension of it, e.g. mesh['data']"
+            )
+        process_group = process_group.get_group()  # type: ignore[attr-defined]
+    group = distributed.group.WORLD if process_group is None else process_group
+    is_group = isinstance(group, distributed.ProcessGroup)
+    if not is_group and group != distributed.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(
+            f"process_group: expected a ProcessGroup, a 1-D DeviceMesh or None, got {type(group).__name__}"
+        )
+    if not is_group or distributed.get_rank(group) < 0:
+        raise ValueError(
+            f"process_group: global rank {distributed.get_rank()} is no member of it; "
+            "make the optimizer only on the ranks that new_group() was given"
+        )
+    if distributed.get_world_size(group) == 1:
+        return LoneRank(group)
+    return RankGroup(framework, distributed, group, control=control_of(group))
+
+
+def fire_step_hooks(
+    optimizer: Any, *, before: bool, global_before: dict[int, Any], global_after: dict[int, Any]
+) -> None:
+    """Call step hooks in the order of ``Optimizer.profile_hook_step``, for a step that no call of ``step()`` brackets."""
+    if before:
+        hooks = [*global_before.values(), *optimizer._optimizer_step_pre_hooks.values()]
+    else:
+        hooks = [*optimizer._optimizer_step_post_hooks.values(), *global_after.values()]
+    for hook in hooks:
+        hook(optimizer, (optimizer,), {})

@@ -1,0 +1,89 @@
+"""The TensorPlay adapter.
+
+Workarounds for TensorPlay 1.0.0 stand here, each named in a comment that says when it can go; ``docs/tensorplay.md``
+lists them with a reproduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import tensorplay
+import tensorplay.distributed as dist
+from tensorplay.distributed.algorithms.join import Join, Joinable, JoinHook
+from tensorplay.distributed.device_mesh import DeviceMesh
+from tensorplay.distributed.tensor import DTensor
+from tensorplay.optim import LBFGS
+from tensorplay.optim import optimizer as tensorplay_optimizer
+
+from shardopt.frameworks.framework import Framework
+from shardopt.frameworks.shared import find_group, fire_step_hooks
+from shardopt.join import ShadowStep
+
+
+def control_of(group: Any) -> Any:
+    """The group itself: its gloo backend serves the CPU."""
+    return group
+
+
+def copy_all(destinations: Sequence[Any], sources: Sequence[Any]) -> None:
+    """Copy in one call."""
+    with tensorplay.no_grad():
+        tensorplay._foreach_copy_(list(destinations), list(sources))
+
+
+def reject_param(param: Any) -> str | None:
+    """Sparse tensors and DTensors cannot lie in a flat bucket."""
+    if isinstance(param, DTensor):
+        return "is a DTensor, which is sharded already; pass plain tensors"
+    if param.is_sparse:
+        return "is sparse, expected a dense tensor; make it dense with param.to_dense()"
+    return None
+
+
+def reject_optimizer(optimizer_class: Any) -> str | None:
+    """L-BFGS does not update parameters one by one."""
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, LBFGS):
+        return (
+            "LBFGS takes inner products over all parameters and evaluates the closure repeatedly, so it cannot be "
+            "sharded by parameter; use it unsharded, or choose an optimizer that updates each parameter on its own"
+        )
+    return None
+
+
+def empty_on_cpu(numel: int, dtype: str) -> Any:
+    """Make a flat CPU tensor; ``dtype`` is what ``str()`` makes of one."""
+    name = dtype.removeprefix("tensorplay.")
+    return tensorplay.empty(numel, dtype=getattr(tensorplay, name), device="cpu")
+
+
+class TensorPlayShadowStep(ShadowStep, JoinHook):  # type: ignore[misc]
+    """The hook as TensorPlay's ``Join`` expects it."""
+
+
+TENSORPLAY = Framework(
+    name="tensorplay",
+    is_tensor=tensorplay.is_tensor,
+    copy_all=copy_all,
+    find_group=partial(
+        find_group,
+        framework=tensorplay,
+        distributed=dist,
+        mesh_class=DeviceMesh,
+        control_of=control_of,
+    ),
+    reject_param=reject_param,
+    reject_optimizer=reject_optimizer,
+    enable_grad=tensorplay.enable_grad,
+    empty_on_cpu=empty_on_cpu,
+    fire_step_hooks=partial(
+        fire_step_hooks,
+        global_before=tensorplay_optimizer._global_optimizer_pre_hooks,
+        global_after=tensorplay_optimizer._global_optimizer_post_hooks,
+    ),
+    init_joinable=Joinable.__init__,
+    notify_join=Join.notify_join_context,
+    shadow_step=TensorPlayShadowStep,
+)
