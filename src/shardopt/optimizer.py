@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ClassVar
 
+from shardopt.arguments import name_of, require_possible
 from shardopt.checkpoint import collect_full, load_full, map_tensors
 from shardopt.collectives import raise_together
 from shardopt.errors import NotConsolidatedError, OverlapError
@@ -14,18 +15,15 @@ from shardopt.frameworks import Framework
 from shardopt.join import stand_last
 from shardopt.param_groups import read_param_group, read_param_groups
 from shardopt.sharding import Sharding
-from shardopt.shards import Plan, Shards
+from shardopt.shards import Shards
 from shardopt.step import (
     MSG_GRAD_SCALER,
     BackwardStep,
     EvaluatedClosure,
     LossScale,
-    ShardUpdate,
-    agree,
-    catch_up,
     copy_options,
-    option_facts,
 )
+from shardopt.stepper import Stepper
 
 logger = logging.getLogger(__name__)
 
@@ -75,15 +73,17 @@ class ShardedOptimizer:
                 "parameters_as_bucket_view has no effect with overlap_with_ddp=True: DDP's buckets are exchanged"
             )
         with raise_together(self._group, doing="making the optimizer"):
-            if reason := self.framework.reject_optimizer(optimizer_class):
-                raise ValueError(f"optimizer_class: {reason}")
+            require_possible(
+                self.framework,
+                optimizer_class,
+                sharding,
+                has_views=parameters_as_bucket_view,
+                overlaps=overlap_with_ddp,
+            )
             groups = read_param_groups(params, self.framework)
             super().__init__(groups, dict(defaults))  # type: ignore[call-arg]
         policy = [
-            (
-                "optimizer_class",
-                getattr(optimizer_class, "__qualname__", type(optimizer_class).__name__),
-            ),
+            ("optimizer_class", name_of(optimizer_class)),
             ("parameters_as_bucket_view", str(parameters_as_bucket_view)),
             ("overlap_with_ddp", str(overlap_with_ddp)),
             ("sharding", str(sharding)),
@@ -94,19 +94,26 @@ class ShardedOptimizer:
             sharding,
             has_views=parameters_as_bucket_view and not overlap_with_ddp,
         )
-        plan = self.shards.plan(self.param_groups, policy)
-        with raise_together(self._group, doing=f"making the local {policy[0][1]}"):
-            local_groups = self.shards.local_groups(self.param_groups, plan)
-            self.optim = optimizer_class(local_groups, **defaults)
-        self._admit(plan)
+        self.shards.admit(self.param_groups, self.shards.plan(self.param_groups, policy))
+        try:
+            with raise_together(self._group, doing=f"making the local {policy[0][1]}"):
+                self.optim = optimizer_class(
+                    self.shards.local_groups(self.param_groups), **defaults
+                )
+        except Exception:
+            self.shards.retract(0)
+            raise
+        copy_options(self.optim.param_groups, self.param_groups)
         self.state = self.optim.state
         self.defaults = self.optim.defaults
+        self._stepper = Stepper(
+            self._group,
+            self.shards,
+            self.optim,
+            param_groups=lambda: self.param_groups,
+            reduces_gradients=sharding.gradients,
+        )
         self.backward_step = self._make_backward_step() if overlap_with_ddp else None
-
-    def _admit(self, plan: Plan) -> None:
-        """Take planned parameters in, and the options that the local optimizer adds to its groups."""
-        self.shards.admit(self.param_groups, plan)
-        copy_options(self.optim.param_groups, self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, also in mid-training; earlier parameters keep owner and state. Collective.
@@ -118,19 +125,21 @@ class ShardedOptimizer:
         if "optim" not in vars(self):
             super().add_param_group(param_group)  # type: ignore[misc]
             return  # the base constructor is reading the first groups, which __init__ then plans together
-        start = len(self.param_groups)
+        start, num_params = len(self.param_groups), len(self.shards.params)
         try:
             with raise_together(self._group, doing="add_param_group()"):
                 super().add_param_group(read_param_group(param_group, self.framework))  # type: ignore[misc]
             plan = self.shards.plan(self.param_groups, [("param groups", str(start + 1))])
+            self.shards.admit(self.param_groups, plan)
             with raise_together(self._group, doing="add_param_group() of the local optimizer"):
-                for group in self.shards.local_groups(self.param_groups, plan, start=start):
+                for group in self.shards.local_groups(self.param_groups, start=start):
                     self.optim.add_param_group(group)
         except Exception:
             del self.param_groups[start:]
             del self.optim.param_groups[start:]
+            self.shards.retract(num_params)
             raise
-        self._admit(plan)
+        copy_options(self.optim.param_groups, self.param_groups)
 
     # --- The step ---------------------------------------------------------------------------------------------
 
@@ -170,36 +179,11 @@ class ShardedOptimizer:
                 loss = closure()
             closure = EvaluatedClosure(loss, self.shards.versions)
         arguments = kwargs if closure is None else {**kwargs, "closure": closure}
-        return self._update(partial(self.optim.step, **arguments))
-
-    def _update(self, step_local: Callable[[], Any], *, is_joined: bool = False) -> Any:
-        """Agree, update this rank's shard, exchange."""
-        error: Exception | None = None
-        try:
-            self.shards.require_intact()
-        except Exception as raised:
-            error = raised
-        scale = LossScale.of(self)
-        skip = scale.hand_over(
-            self._group, self.optim, self.shards.params, in_kernel=not self._is_in_join()
+        return self._stepper.step(
+            partial(self.optim.step, **arguments),
+            scale=LossScale.of(self),
+            is_in_join=self._is_in_join(),
         )
-        intent = agree(self._group, self.param_groups, error=error, skip=skip, is_joined=is_joined)
-        if intent.is_skipped:
-            return None
-        catch_up(
-            self._group,
-            intent,
-            param_groups=self.param_groups,
-            params=self.shards.params,
-            owners=self.shards.owners,
-        )
-        update = ShardUpdate(self._group.rank, self.shards.buckets, self.shards.params)
-        copy_options(self.param_groups, self.optim.param_groups)
-        loss = update.run(step_local)
-        copy_options(self.optim.param_groups, self.param_groups)
-        scale.take_back(self.optim)
-        update.finish(self._group, doing="the local optimizer's step()")
-        return loss
 
     def __getattr__(self, name: str) -> Any:
         """Offer what the local optimizer has beyond the common interface, e.g. ``train()`` and ``eval()``.
@@ -210,22 +194,7 @@ class ShardedOptimizer:
         if name.startswith("_") or "optim" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(self.optim, name)
-        return partial(self._call_local, value) if callable(value) else value
-
-    def _call_local(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        copy_options(self.param_groups, self.optim.param_groups)
-        options = option_facts(self.param_groups)
-        update = ShardUpdate(self._group.rank, self.shards.buckets, self.shards.params)
-        result = update.run(partial(method, *args, **kwargs))
-        copy_options(self.optim.param_groups, self.param_groups)
-        if update.has_moved_params or option_facts(self.param_groups) != options:
-            update.finish(
-                self._group,
-                doing=f"{getattr(method, '__name__', 'a method')}() of the local optimizer",
-            )
-        elif update.error is not None:
-            raise update.error
-        return result
+        return partial(self._stepper.call, value) if callable(value) else value
 
     # --- Inside backward --------------------------------------------------------------------------------------
 
@@ -277,7 +246,8 @@ class ShardedOptimizer:
         self._snapshot = collect_full(
             self._group,
             self.optim,
-            owned=self.shards.owned,
+            parts=self.shards.parts,
+            specs=self.shards.specs,
             param_groups=self.param_groups,
             to=to,
             chunk_nbytes=self._sharding.bucket_nbytes,
@@ -321,7 +291,7 @@ class ShardedOptimizer:
             self._group,
             self.optim,
             state_dict,
-            owned=self.shards.owned,
+            parts=self.shards.parts,
             specs=self.shards.specs,
             param_groups=self.param_groups,
             is_tensor=self.framework.is_tensor,
@@ -370,7 +340,9 @@ class ShardedOptimizer:
 
     def shadow_step(self) -> None:
         """Take part in a step of ranks that have inputs while this one has none. Collective."""
-        self._update(self.optim.step, is_joined=True)
+        self._stepper.step(
+            self.optim.step, scale=LossScale.of(self), is_in_join=True, is_joined=True
+        )
 
     def leave_join(self) -> None:
         """Stop announcing steps to ``Join``. Local."""

@@ -24,6 +24,7 @@ def read_param_groups(params: Any, framework: Framework) -> list[dict[str, Any]]
         raise TypeError(
             f"params: expected an iterable of tensors, (name, tensor) pairs or dicts, got {type(params).__name__}"
         )
+    _reject_set(params)
     entries = list(params)
     if not entries:
         raise ValueError("params: got an empty parameter list; was a generator used up before?")
@@ -41,10 +42,7 @@ def read_param_group(group: Any, framework: Framework) -> dict[str, Any]:
     if not isinstance(group, dict) or "params" not in group:
         raise TypeError(f"param group: expected a dict with 'params', got {type(group).__name__}")
     params = group["params"]
-    if isinstance(params, (set, frozenset)):
-        raise TypeError(
-            "param group: its params are a set, whose order differs between ranks; pass a list"
-        )
+    _reject_set(params)
     params = [params] if framework.is_tensor(params) else list(params)
     seen: set[int] = set()
     for position, entry in enumerate(params):
@@ -60,6 +58,11 @@ def read_param_group(group: Any, framework: Framework) -> dict[str, Any]:
             )
         seen.add(id(param))
     return {**group, "params": params}
+
+
+def _reject_set(params: Any) -> None:
+    if isinstance(params, (set, frozenset)):
+        raise TypeError("params: got a set, whose order differs between ranks; pass a list")
 
 
 def read_specs(groups: Sequence[dict[str, Any]]) -> list[ParamSpec]:
@@ -84,12 +87,3 @@ def read_specs(groups: Sequence[dict[str, Any]]) -> list[ParamSpec]:
                 )
             )
     return specs
-
-
-def local_group(group: dict[str, Any], owned_ids: set[int]) -> dict[str, Any]:
-    """Return the group with the owned parameters only, as the local optimizer gets it; it may own none."""
-    places = [i for i, param in enumerate(group["params"]) if id(param) in owned_ids]
-    local = {**group, "params": [group["params"][i] for i in places]}
-    if "param_names" in group:
-        local["param_names"] = [group["param_names"][i] for i in places]
-    return local

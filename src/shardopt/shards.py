@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardopt.buffers import (
+    GradientBucket,
     ParamBucket,
     StagedBucket,
     StagingPool,
@@ -14,12 +15,23 @@ from shardopt.buffers import (
     find_shared_memory,
     require_unchanged,
 )
-from shardopt.collectives import Group, raise_together, require_equal
+from shardopt.collectives import Group, option_facts, raise_together, require_equal
 from shardopt.frameworks import Framework
-from shardopt.param_groups import local_group, read_specs
-from shardopt.partition import Bucket, Layout, ParamSpec, loads_of, plan_layout, plan_owners
+from shardopt.param_groups import read_specs
+from shardopt.partition import (
+    Bucket,
+    Layout,
+    ParamSpec,
+    Part,
+    element_parts,
+    loads_of,
+    plan_element_layout,
+    plan_layout,
+    plan_owners,
+    whole_parts,
+)
 from shardopt.sharding import Sharding
-from shardopt.step import option_facts
+from shardopt.step import equalize
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +59,9 @@ class Plan:
 class Shards:
     """Parameters, by index, with who owns them and which bucket they travel in.
 
-    ``params``, ``specs``, ``owners`` and ``buckets`` only ever grow, by ``admit``; what was admitted keeps its place.
+    ``parts`` is what this rank owns, and ``tensors`` what its local optimizer updates for each of them: the parameter, or
+    at element granularity a flat parameter in the same memory. All of it only ever grows, by ``admit``; what was
+    admitted keeps its place.
     """
 
     def __init__(
@@ -58,10 +72,13 @@ class Shards:
         self.params: list[Tensor] = []
         self.specs: list[ParamSpec] = []
         self.owners: list[int] = []
+        self.parts: list[Part] = []
+        self.tensors: dict[int, Tensor] = {}
         self.buckets: list[ParamBucket] = []
+        self.gradient_buckets: list[GradientBucket] = []
         self._devices: list[Any] = []
         self._framework = framework
-        self._bucket_nbytes = sharding.bucket_nbytes
+        self._sharding = sharding
         self._has_views = has_views
         self._pool = StagingPool()
 
@@ -93,57 +110,109 @@ class Shards:
                     "pass one parameter for each piece of memory"
                 )
         new = specs[len(self.specs) :]
-        loads = loads_of([s.numel for s in self.specs], self.owners, self.group.world_size)
-        owners = plan_owners([spec.numel for spec in new], loads)
-        layout = plan_layout(
-            new,
-            owners,
-            world_size=self.group.world_size,
-            bucket_nbytes=self._bucket_nbytes,
-            alignment_nbytes=VIEW_ALIGNMENT_NBYTES if self._has_views else 1,
-        )
+        world_size, bucket_nbytes = self.group.world_size, self._sharding.bucket_nbytes
+        if self._sharding.granularity == "element":
+            owners = [0] * len(new)  # of no meaning, but for empty parameters
+            layout = plan_element_layout(
+                new,
+                world_size=world_size,
+                bucket_nbytes=bucket_nbytes,
+                alignment_nbytes=VIEW_ALIGNMENT_NBYTES,
+            )
+        else:
+            loads = loads_of([s.numel for s in self.specs], self.owners, world_size)
+            owners = plan_owners([spec.numel for spec in new], loads)
+            layout = plan_layout(
+                new,
+                owners,
+                world_size=world_size,
+                bucket_nbytes=bucket_nbytes,
+                alignment_nbytes=VIEW_ALIGNMENT_NBYTES if self._has_views else 1,
+            )
         return Plan(tuple(specs), (*self.owners, *owners), layout)
 
-    def local_groups(
-        self, param_groups: Sequence[dict[str, Any]], plan: Plan, *, start: int = 0
-    ) -> list[dict[str, Any]]:
-        """The param groups from number ``start`` on, with the parameters of this rank only."""
-        everyone = [param for group in param_groups for param in group["params"]]
-        mine = {
-            id(p)
-            for p, owner in zip(everyone, plan.owners, strict=True)
-            if owner == self.group.rank
-        }
-        return [local_group(group, mine) for group in param_groups[start:]]
-
     def admit(self, param_groups: Sequence[dict[str, Any]], plan: Plan) -> None:
-        """Take planned parameters in: from here on they have owners and lie in buckets."""
-        self.specs[:], self.owners[:] = plan.specs, plan.owners
+        """Take planned parameters in: from here on they have owners and lie in buckets. Collective.
+
+        With sharded gradients the new parameters become those of rank 0 on every rank.
+        """
+        start = len(self.specs)
         self.params[:] = [param for group in param_groups for param in group["params"]]
         self._devices = [param.device for param in self.params]
-        for bucket in plan.layout.buckets:
-            if self._has_views:
-                self.buckets.append(ViewedBucket(bucket, self.params, self.specs))
-            else:
-                self.buckets.append(self._staged(bucket))
+        self.specs[:], self.owners[:] = plan.specs, plan.owners
+        new = [self._bucket(bucket) for bucket in plan.layout.buckets]
+        self.buckets += new
+        if self._sharding.gradients:
+            self.gradient_buckets += [self._gradient_bucket(b) for b in plan.layout.buckets]
+            equalize(self.group, new)
+        self.parts[:] = self.parts_of(self.group.rank)
+        for part in self.parts:
+            if part.param >= start:
+                self.tensors[part.param] = self._tensor(part)
 
-    @property
-    def owned(self) -> list[int]:
-        """Indices of this rank's parameters, in the order of the local optimizer's groups."""
-        return [index for index, owner in enumerate(self.owners) if owner == self.group.rank]
+    def retract(self, num_params: int) -> None:
+        """Undo ``admit``: keep the first ``num_params`` parameters only."""
+        while self.buckets and max(self.buckets[-1].plan.params) >= num_params:
+            self.buckets.pop().restore()
+        del self.gradient_buckets[len(self.buckets) if self._sharding.gradients else 0 :]
+        del self.params[num_params:], self.specs[num_params:], self.owners[num_params:]
+        self.parts[:] = [part for part in self.parts if part.param < num_params]
+        for param in [param for param in self.tensors if param >= num_params]:
+            del self.tensors[param]
+
+    def parts_of(self, rank: int) -> list[Part]:
+        """What ``rank`` owns, in the order of parameters."""
+        if self._sharding.granularity == "parameter":
+            return whole_parts(self.specs, self.owners, rank)
+        layout = Layout(self.group.world_size, tuple(bucket.plan for bucket in self.buckets))
+        return element_parts(self.specs, layout, rank)
+
+    def local_groups(
+        self, param_groups: Sequence[dict[str, Any]], *, start: int = 0
+    ) -> list[dict[str, Any]]:
+        """The param groups from number ``start`` on, as the local optimizer of this rank gets them."""
+        groups = []
+        for number, group in enumerate(param_groups[start:], start):
+            mine = [part.param for part in self.parts if self.specs[part.param].group == number]
+            local = {**group, "params": [self.tensors[param] for param in mine]}
+            if "param_names" in group:
+                local["param_names"] = [self.specs[param].name for param in mine]
+            groups.append(local)
+        return groups
 
     def versions(self) -> list[int]:
-        """The version counters of this rank's parameters."""
-        return [self.params[index]._version for index in self.owned]
+        """The version counters of what this rank updates."""
+        return [tensor._version for tensor in self.tensors.values()]
+
+    def pass_gradients(self) -> None:
+        """Let each part of a parameter see its part of the gradient; a whole parameter has it already."""
+        for part in self.parts:
+            if not part.is_whole:
+                gradient = self.params[part.param].grad
+                self.tensors[part.param].grad = (
+                    None if gradient is None else self._gradient_part(gradient, part)
+                )
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of what this rank updates."""
+        for tensor in self.tensors.values():
+            tensor.grad = None
 
     def require_intact(self) -> None:
         """Raise if a parameter no longer fits its bucket; take views back whose ``data`` was replaced."""
         require_unchanged(self.params, self.specs, self._devices)
         for bucket in self.buckets:
             bucket.reattach()
+        if self._sharding.gradients:
+            for param, spec in zip(self.params, self.specs, strict=True):
+                if param.grad is not None and param.grad.is_sparse:
+                    raise ValueError(
+                        f"{spec.label}: its gradient is sparse, which Sharding(gradients=True) cannot reduce; use dense "
+                        "gradients (nn.Embedding(sparse=False)), or DDP and Sharding(gradients=False)"
+                    )
 
     def buckets_for(self, indices: Sequence[int]) -> list[StagedBucket]:
-        """Buckets, one per dtype and device, for parameters that are exchanged together."""
+        """Buckets, one per dtype and device, for whole parameters that are exchanged together."""
         specs = [self.specs[i] for i in indices]
         layout = plan_layout(
             specs,
@@ -153,5 +222,41 @@ class Shards:
         )
         return [self._staged(bucket) for bucket in layout.buckets]
 
+    def _bucket(self, bucket: Bucket) -> ParamBucket:
+        if self._has_views:
+            return ViewedBucket(bucket, self.params, self.specs)
+        return self._staged(bucket)
+
     def _staged(self, bucket: Bucket) -> StagedBucket:
         return StagedBucket(bucket, self.params, pool=self._pool, copy_all=self._framework.copy_all)
+
+    def _gradient_bucket(self, bucket: Bucket) -> GradientBucket:
+        return GradientBucket(
+            bucket,
+            self.params,
+            self.specs,
+            rank=self.group.rank,
+            pool=self._pool,
+            copy_all=self._framework.copy_all,
+        )
+
+    def _tensor(self, part: Part) -> Tensor:
+        """What the local optimizer updates for a part: the parameter, or a flat parameter in its memory."""
+        if part.is_whole:
+            return self.params[part.param]
+        for bucket in self.buckets:
+            for slot in bucket.plan.sections[self.group.rank].slots:
+                if slot.param == part.param and isinstance(bucket, ViewedBucket):
+                    made: Tensor = self._framework.make_param(bucket.flat_part(slot))
+                    return made
+        raise AssertionError(f"no bucket holds {part}")
+
+    def _gradient_part(self, gradient: Tensor, part: Part) -> Tensor:
+        """(part.numel,) of a gradient, in the memory order of its parameter."""
+        param = self.params[part.param]
+        if gradient.stride() != param.stride():
+            ordered = param.detach().clone()
+            ordered.copy_(gradient.detach())
+            gradient = ordered
+        flat = gradient.detach().as_strided((param.numel(),), (1,), gradient.storage_offset())
+        return flat.narrow(0, part.offset, part.numel)

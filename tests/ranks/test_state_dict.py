@@ -275,9 +275,7 @@ def test_state_dict_hooks_fire_as_on_any_optimizer() -> None:
 
 
 @run_ranks(1, 2, 3)
-def test_state_dicts_survive_saving_and_loading_as_weights_only(
-    tmp_path_factory: Any = None,
-) -> None:
+def test_state_dicts_survive_saving_and_loading_as_weights_only() -> None:
     _, zero = _trained()
     state = full_state_dict(zero)
     file = io.BytesIO()

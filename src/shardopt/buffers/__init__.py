@@ -2,16 +2,19 @@
 
 A ``StagedBucket`` leaves parameters where they are and copies through a few reused buffers; a ``ViewedBucket`` makes
 parameters views of one flat tensor, so that nothing is copied, and can give them their own memory back.
-Both stand for one ``Bucket`` of a layout and hand out a flat tensor per section; neither talks to other ranks.
+Both stand for one ``Bucket`` of a layout and hand out a flat tensor per section. A ``GradientBucket`` packs gradients in
+the same layout and keeps the part that this rank owns. None of them talks to other ranks.
 """
 
 from shardopt.buffers.adoption import find_shared_memory, require_unchanged
 from shardopt.buffers.bucket import OpenBucket, ParamBucket
+from shardopt.buffers.gradients import GradientBucket
 from shardopt.buffers.staged import CopyAll, StagedBucket, StagingPool
 from shardopt.buffers.viewed import ViewedBucket
 
 __all__ = [
     "CopyAll",
+    "GradientBucket",
     "OpenBucket",
     "ParamBucket",
     "StagedBucket",

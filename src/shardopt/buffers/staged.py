@@ -20,17 +20,24 @@ class StagingPool:
     def __init__(self) -> None:
         """Start with nothing."""
         self._free: dict[tuple[str, str], list[Tensor]] = {}
+        self._expected: dict[tuple[str, str], int] = {}
+
+    def expect(self, numel: int, *, like: Tensor) -> None:
+        """Announce the largest size that will be taken, so that every buffer is made that large at once."""
+        kind = str(like.dtype), str(like.device)
+        self._expected[kind] = max(numel, self._expected.get(kind, 0))
 
     def take(self, numel: int, *, like: Tensor) -> Tensor:
         """Return a (capacity,) tensor, capacity at least ``numel``, of the dtype and device of ``like``."""
-        free = self._free.setdefault((str(like.dtype), str(like.device)), [])
+        kind = str(like.dtype), str(like.device)
+        free = self._free.setdefault(kind, [])
         free.sort(key=lambda tensor: tensor.numel())
         for position, tensor in enumerate(free):
             if tensor.numel() >= numel:
                 return free.pop(position)
         if free:
             free.pop()  # make room for the larger one: as many buffers are held as were ever taken at once
-        return like.detach().new_empty((numel,))
+        return like.detach().new_empty((max(numel, self._expected.get(kind, 0)),))
 
     def give_back(self, tensor: Tensor) -> None:
         """Take a tensor back that ``take`` returned."""
@@ -53,6 +60,8 @@ class StagedBucket:
         self._params = params
         self._pool = pool
         self._copy_all = copy_all
+        staged = [section.numel for section in plan.sections if len(section.slots) > 1]
+        pool.expect(sum(staged), like=params[plan.params[0]])
         self._kept_values: dict[int, tuple[list[Any], list[Tensor]]] = {}
         self._kept_pieces: dict[int, tuple[int, list[Tensor]]] = {}
 

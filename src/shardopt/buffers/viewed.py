@@ -23,9 +23,8 @@ class ViewedBucket:
         self._params = params
         self._flat = params[plan.params[0]].detach().new_zeros((plan.numel,))
         self._views: dict[int, Tensor] = {}
-        for section in plan.sections:
-            for slot in section.slots:
-                self._views[slot.param] = _view(self._flat, slot, specs[slot.param])
+        for index, place in plan.places.items():
+            self._views[index] = view_slot(self._flat, place, specs[index])
         for index, view in self._views.items():
             view.copy_(params[index].detach())
             params[index].data = view
@@ -35,13 +34,23 @@ class ViewedBucket:
         sections = [self.plan.sections[rank] for rank in ranks]
         return OpenViewedBucket({s.rank: self._flat.narrow(0, s.start, s.numel) for s in sections})
 
+    def flat_part(self, slot: Slot) -> Tensor:
+        """(slot.numel,) the memory of a part of a parameter."""
+        return self._flat.narrow(0, slot.start, slot.numel)
+
     def reattach(self) -> None:
         """Take back parameters whose ``data`` was replaced by a tensor of equal shape and dtype, with its values."""
-        for index, view in self._views.items():
-            param = self._params[index]
-            if param.data_ptr() != view.data_ptr() or param.stride() != view.stride():
-                view.copy_(param.detach())
-                param.data = view
+        moved = {
+            index: self._params[index]
+            .detach()
+            .clone()  # it may lie in the memory of another one that moved
+            for index, view in self._views.items()
+            if self._params[index].data_ptr() != view.data_ptr()
+            or self._params[index].stride() != view.stride()
+        }
+        for index, values in moved.items():
+            self._views[index].copy_(values)
+            self._params[index].data = self._views[index]
 
     def restore(self) -> None:
         """Copy every parameter out again."""
@@ -69,9 +78,9 @@ class OpenViewedBucket:
         """Nothing to put away: what arrived is in the parameters."""
 
 
-def _view(flat: Tensor, slot: Slot, spec: ParamSpec) -> Tensor:
+def view_slot(flat: Tensor, slot: Slot, spec: ParamSpec) -> Tensor:
     """The slot of ``flat`` in the shape, and where dense the memory format, of its parameter."""
-    piece = flat.narrow(0, slot.start, slot.stop - slot.start)
+    piece = flat.narrow(0, slot.start, slot.numel)
     if spec.is_dense:
-        return piece.as_strided(spec.shape, spec.stride, slot.start)
+        return piece.as_strided(spec.shape, spec.stride, piece.storage_offset())
     return piece.view(spec.shape)

@@ -57,9 +57,9 @@ def consolidate(
     merged: dict[Any, Any] = {}
     for rank, theirs in enumerate(skeletons):
         slots = slots_of(theirs)
-        if rank == to == group.rank:
-            merged.update(map_tensors(state, lambda t: _copy_to_cpu(t, empty), is_tensor))
-        elif rank == group.rank:
+        if rank == to:
+            continue
+        if rank == group.rank:
             flats = [flatten(tensor) for tensor in tensors]
             run_windowed(
                 (
@@ -82,7 +82,10 @@ def consolidate(
                     theirs, [slot.shape_flat(flat) for slot, flat in zip(slots, flats, strict=True)]
                 )
             )
-    return merged if to == group.rank else None
+    if to != group.rank:
+        return None
+    # last, so that of state that belongs to no parameter this rank's own is kept
+    return {**merged, **map_tensors(state, lambda t: _copy_to_cpu(t, empty), is_tensor)}
 
 
 def _plan(
@@ -93,8 +96,9 @@ def _plan(
     for slot, flat in zip(slots, flats, strict=True):
         kinds.setdefault(slot.dtype, []).append(flat)
     for kind in kinds.values():
-        chunk_numel = max(1, chunk_nbytes // int(kind[0].element_size()))
-        for chunk in plan_chunks([flat.numel() for flat in kind], chunk_numel):
+        numels = [flat.numel() for flat in kind]
+        itemsize = int(kind[0].element_size())
+        for chunk in plan_chunks(numels, chunk_nbytes=chunk_nbytes, itemsize=itemsize):
             yield chunk, kind
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardopt.checkpoint.consolidate import consolidate
 from shardopt.checkpoint.load import local_part, state_facts, validate
-from shardopt.checkpoint.state_dict import full_state_dict, renumber, whole_group
+from shardopt.checkpoint.state_dict import assemble, full_state_dict, renumber, whole_group
 from shardopt.collectives import Group, raise_together, require_equal
-from shardopt.partition import ParamSpec
+from shardopt.partition import ParamSpec, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +19,8 @@ def collect_full(
     group: Group,
     local_optimizer: Any,
     *,
-    owned: Sequence[int],
+    parts: Sequence[Part],
+    specs: Sequence[ParamSpec],
     param_groups: Sequence[dict[str, Any]],
     to: int,
     chunk_nbytes: int,
@@ -31,7 +32,8 @@ def collect_full(
     Args:
         group: The sharding group.
         local_optimizer: The wrapped optimizer of this rank.
-        owned: Indices of its parameters.
+        parts: What of the parameters it updates, in its order.
+        specs: All parameters.
         param_groups: Of the whole optimizer.
         to: The receiving rank.
         chunk_nbytes: Bytes of one message.
@@ -47,11 +49,13 @@ def collect_full(
         raise ValueError(f"to: expected a rank in [0, {group.world_size}), got {to!r}")
     with raise_together(group, doing="state_dict() of the local optimizer"):
         local = local_optimizer.state_dict()
-        mine = renumber(local, owned)
+        mine = renumber(local, parts)
     state = consolidate(
         group, mine, to=to, chunk_nbytes=chunk_nbytes, empty=empty, is_tensor=is_tensor
     )
-    return None if state is None else full_state_dict(local, state, param_groups, is_tensor)
+    if state is None:
+        return None
+    return full_state_dict(local, assemble(state, specs, empty), param_groups, is_tensor)
 
 
 def load_full(
@@ -59,7 +63,7 @@ def load_full(
     local_optimizer: Any,
     state_dict: Any,
     *,
-    owned: Sequence[int],
+    parts: Sequence[Part],
     specs: Sequence[ParamSpec],
     param_groups: list[dict[str, Any]],
     is_tensor: Callable[[Any], bool],
@@ -70,7 +74,7 @@ def load_full(
         group: The sharding group.
         local_optimizer: The wrapped optimizer of this rank.
         state_dict: The full state dict; left as it is, and no memory of it is kept.
-        owned: Indices of the local optimizer's parameters.
+        parts: What of the parameters the local optimizer updates, in its order.
         specs: All parameters.
         param_groups: Of the whole optimizer; its groups are replaced.
         is_tensor: Whether a value is a tensor.
@@ -80,14 +84,19 @@ def load_full(
         RankMismatchError: Ranks passed different ones.
     """
     with raise_together(group, doing="load_state_dict()"):
-        live = renumber(local_optimizer.state_dict(), owned)
-        validate(state_dict, specs, [len(g["params"]) for g in param_groups], live)
+        live = renumber(local_optimizer.state_dict(), parts)
+        whole = {
+            part.param: entry
+            for part, entry in live.items()
+            if isinstance(part, Part) and part.is_whole
+        }
+        validate(state_dict, specs, [len(g["params"]) for g in param_groups], whole)
     facts = state_facts(state_dict, specs)
     require_equal(group, facts, subject="every rank must load the same state dict")
     kept = local_optimizer.state, local_optimizer.param_groups
     try:
         with raise_together(group, doing="load_state_dict() of the local optimizer"):
-            local_optimizer.load_state_dict(local_part(state_dict, owned, is_tensor))
+            local_optimizer.load_state_dict(local_part(state_dict, parts, specs, is_tensor))
     except Exception:
         local_optimizer.state, local_optimizer.param_groups = kept
         raise

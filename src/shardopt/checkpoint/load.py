@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardopt.checkpoint.skeleton import map_tensors
+from shardopt.checkpoint.state_dict import in_memory_order, shaped_like
+from shardopt.collectives import option_facts
 from shardopt.errors import StateMismatchError
-from shardopt.partition import ParamSpec
+from shardopt.partition import ParamSpec, Part
 
 PARAM_SHAPED_KEYS = frozenset(
     {
@@ -57,7 +59,7 @@ def validate(
                 f"state dict: no {key!r} in it, found {sorted(map(str, state_dict))}; expected what state_dict() of "
                 "this or of the unsharded optimizer returned, on every rank"
             )
-    given = [len(group["params"]) for group in state_dict["param_groups"]]
+    given = [len(group.get("params", ())) for group in state_dict["param_groups"]]
     if given != list(num_params_by_group):
         raise StateMismatchError(
             f"state dict: its param groups hold {given} parameters, but those of the optimizer hold "
@@ -97,13 +99,7 @@ def state_facts(state_dict: Mapping[str, Any], specs: Sequence[ParamSpec]) -> li
         (spec.label, repr([(str(k), tuple(getattr(v, "shape", ()))) for k, v in _items(entry)]))
         for spec, entry in zip(specs, entries, strict=True)
     ]
-    options = [
-        (f"option {key!r} of group {number}", repr(value))
-        for number, group in enumerate(state_dict["param_groups"])
-        for key, value in _items(group)
-        if value is None or isinstance(value, (bool, int, float, str))
-    ]
-    return shapes + options
+    return shapes + option_facts(state_dict["param_groups"])
 
 
 def _items(entry: Any) -> list[tuple[Any, Any]]:
@@ -113,30 +109,58 @@ def _items(entry: Any) -> list[tuple[Any, Any]]:
 
 
 def local_part(
-    state_dict: Mapping[str, Any], owned: Sequence[int], is_tensor: Callable[[Any], bool]
+    state_dict: Mapping[str, Any],
+    parts: Sequence[Part],
+    specs: Sequence[ParamSpec],
+    is_tensor: Callable[[Any], bool],
 ) -> dict[str, Any]:
-    """Return the state dict that the local optimizer is to load, with tensors copied and parameters renumbered.
+    """Return the state dict that the local optimizer is to load, with the state copied and parameters renumbered.
 
     Args:
         state_dict: A full one that fits.
-        owned: Indices of the parameters of this rank, in the order of the local optimizer's groups.
+        parts: What of the parameters this rank updates, in the order of the local optimizer's groups.
+        specs: All parameters.
         is_tensor: Whether a value is a tensor.
     """
     ids = saved_ids(state_dict)
-    local_of = {index: number for number, index in enumerate(owned)}
-    keys: dict[Any, Any] = {saved: local_of.get(index) for index, saved in enumerate(ids)}
+    number_of = {part.param: number for number, part in enumerate(parts)}
+    index_of: dict[Any, int] = {saved: index for index, saved in enumerate(ids)}
     state: dict[Any, Any] = {}
     for saved, entry in state_dict["state"].items():
-        key = keys.get(saved, saved)  # what belongs to no parameter belongs to every rank
-        if key is not None:
-            state[key] = map_tensors(entry, lambda tensor: tensor.detach().clone(), is_tensor)
+        if saved not in index_of:
+            state[saved] = _copied(entry, is_tensor)  # belongs to no parameter, so to every rank
+        elif index_of[saved] in number_of:
+            number = number_of[index_of[saved]]
+            state[number] = _copied(_part_of(entry, parts[number], specs), is_tensor)
     param_groups = []
     start = 0
     for group in state_dict["param_groups"]:
-        places = [i for i in range(len(group["params"])) if start + i in local_of]
-        local = {**group, "params": [local_of[start + i] for i in places]}
+        places = [i for i in range(len(group["params"])) if start + i in number_of]
+        local = {**group, "params": [number_of[start + i] for i in places]}
         if "param_names" in group:
             local["param_names"] = [group["param_names"][i] for i in places]
         param_groups.append(local)
         start += len(group["params"])
     return {**state_dict, "state": state, "param_groups": param_groups}
+
+
+def _copied(entry: Any, is_tensor: Callable[[Any], bool]) -> Any:
+    return map_tensors(entry, lambda tensor: tensor.detach().clone(), is_tensor)
+
+
+def _part_of(entry: Any, part: Part, specs: Sequence[ParamSpec]) -> Any:
+    """The state of a part: of each tensor that has the parameter's shape the elements of the part."""
+    if part.is_whole:
+        return entry
+    spec = specs[part.param]
+
+    def cut(key: str, value: Any) -> Any:
+        if not hasattr(value, "shape") or tuple(value.shape) != spec.shape:
+            return value
+        if not spec.shape and key not in PARAM_SHAPED_KEYS:
+            return value  # a step count, next to a parameter without dimensions
+        ordered = shaped_like(value.detach().new_empty((spec.numel,)), spec)
+        ordered.copy_(value.detach())
+        return in_memory_order(ordered).narrow(0, part.offset, part.numel)
+
+    return {key: cut(key, value) for key, value in entry.items()}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,17 +38,17 @@ class TensorSlot:
 
 
 def map_tensors(value: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool]) -> Any:
-    """Return ``value`` with ``function`` applied to each leaf in its dicts, lists and tuples, which are new objects."""
+    """Return ``value`` with ``function`` applied to each leaf in its dicts, lists, deques and tuples, which are new objects."""
     if is_leaf(value):
         return function(value)
-    if isinstance(value, dict):
-        return type(value)(
-            (key, map_tensors(item, function, is_leaf)) for key, item in value.items()
-        )
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, function, is_leaf) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(item, function, is_leaf) for item in value)
+    if isinstance(value, (dict, list, deque)):
+        mapped: Any = copy(value)  # keeps what a subclass holds besides its items
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            mapped[key] = map_tensors(item, function, is_leaf)
+        return mapped
+    if isinstance(value, tuple):
+        items = [map_tensors(item, function, is_leaf) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 

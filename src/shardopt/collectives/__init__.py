@@ -1,18 +1,18 @@
 """The only door to other ranks.
 
 ``group`` holds the sharding group: a real process group, or one rank alone on the same path. ``agreement`` lets all
-ranks raise or none. ``window`` keeps a bounded number of collectives in flight and awaits each exactly once.
+ranks raise or none, ``facts`` says what of their options they can compare. ``window`` keeps a bounded number of collectives in flight and awaits each exactly once.
 This room sees flat tensors and plain values; it knows nothing of parameters, layouts or optimizers, and reaches a
 framework only through the modules it is handed.
 """
 
 from shardopt.collectives.agreement import (
-    digest,
     raise_as_settled,
     raise_together,
     require_equal,
     settle,
 )
+from shardopt.collectives.facts import digest, option_facts, options_of
 from shardopt.collectives.group import Group, LoneRank, Pending, RankGroup
 from shardopt.collectives.window import Finish, Window, run_windowed
 
@@ -24,6 +24,8 @@ __all__ = [
     "RankGroup",
     "Window",
     "digest",
+    "option_facts",
+    "options_of",
     "raise_as_settled",
     "raise_together",
     "require_equal",

@@ -9,16 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from hashlib import blake2b
 from itertools import zip_longest
 
+from shardopt.collectives.facts import digest
 from shardopt.collectives.group import Group
 from shardopt.errors import RankMismatchError, RemoteRankError
-
-
-def digest(facts: Sequence[object]) -> int:
-    """Return 62 bits that differ, for all practical purposes, where the ``repr`` of the facts does."""
-    return int.from_bytes(blake2b(repr(facts).encode(), digest_size=8).digest(), "big") >> 2
 
 
 def require_equal(

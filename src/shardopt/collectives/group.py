@@ -5,7 +5,7 @@ All ranks in this file are ranks within the group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -15,10 +15,16 @@ if TYPE_CHECKING:
 class Pending:
     """Launched, not yet awaited communication; keeps its tensors alive until then."""
 
-    def __init__(self, works: Sequence[Any] = (), tensors: Sequence[Tensor] = ()) -> None:
-        """Hold what has a ``wait()``, and the tensors it reads or writes."""
+    def __init__(
+        self,
+        works: Sequence[Any] = (),
+        tensors: Sequence[Tensor] = (),
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Hold what has a ``wait()``, the tensors it reads or writes, and what is left to do after it."""
         self._works = list(works)
         self._tensors = list(tensors)
+        self._then = then
 
     def wait(self) -> None:
         """Wait for all of it. On a GPU the current stream waits, not the host.
@@ -36,6 +42,9 @@ class Pending:
         self._tensors = []
         if error is not None:
             raise error
+        then, self._then = self._then, None
+        if then is not None:
+            then()
 
 
 class Group(Protocol):
@@ -60,6 +69,21 @@ class Group(Protocol):
             tensor: (N,) contiguous, of equal numel and dtype on every rank. Read at ``src``, written elsewhere, until
                 the result is awaited.
             src: The sending rank.
+        """
+
+    def reduce_scatter(
+        self, parts: Sequence[Tensor], *, out: Tensor, scratch: Tensor | None
+    ) -> Pending:
+        """Launch summing ``parts[r]`` over ranks and leaving the sum in ``out`` on rank ``r``. Collective.
+
+        On the CPU each rank sends the others their part and adds up what it receives in the order of ranks: half the
+        bytes of gloo's own reduce-scatter, which is an all-reduce, and equal sums whatever the timing.
+
+        Args:
+            parts: One (numel of rank r,) contiguous tensor per rank. Read until the result is awaited.
+            out: (numel of this rank,) written when the result is awaited.
+            scratch: ((W - 1) * numel of this rank,) on the CPU, where what is received lies until it is added up; None
+                with one rank.
         """
 
     def send(self, tensor: Tensor, *, dst: int) -> Pending:
@@ -90,6 +114,13 @@ class LoneRank:
 
     def broadcast(self, tensor: Tensor, *, src: int) -> Pending:
         """Leave ``tensor`` as it is."""
+        return Pending()
+
+    def reduce_scatter(
+        self, parts: Sequence[Tensor], *, out: Tensor, scratch: Tensor | None
+    ) -> Pending:
+        """Copy this rank's part."""
+        out.copy_(parts[0])
         return Pending()
 
     def send(self, tensor: Tensor, *, dst: int) -> Pending:
@@ -141,6 +172,31 @@ class RankGroup:
             wire, src=self._global_ranks[src], group=group, async_op=True
         )
         return Pending([work], [wire])
+
+    def reduce_scatter(
+        self, parts: Sequence[Tensor], *, out: Tensor, scratch: Tensor | None
+    ) -> Pending:
+        """Launch sends and receives on the CPU, the backend's own reduce-scatter elsewhere."""
+        if out.device.type != "cpu":
+            work = self._distributed.reduce_scatter(
+                out, list(parts), group=self.process_group, async_op=True
+            )
+            return Pending([work], [out, *parts])
+        peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        received = {self.rank: parts[self.rank]}
+        works: list[Any] = []
+        for place, peer in enumerate(peers):
+            assert scratch is not None
+            received[peer] = scratch.narrow(0, place * out.numel(), out.numel())
+            works.append(self.recv(received[peer], src=peer))
+        works += [self.send(parts[peer], dst=peer) for peer in reversed(peers)]
+
+        def add_up() -> None:
+            out.copy_(received[0])
+            for rank in range(1, self.world_size):
+                out.add_(received[rank])
+
+        return Pending(works, [out, *parts], add_up)
 
     def send(self, tensor: Tensor, *, dst: int) -> Pending:
         """Launch one point-to-point send of the tensor's bytes."""

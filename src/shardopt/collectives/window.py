@@ -28,8 +28,8 @@ class Window:
             if len(self._in_flight) == self._depth:
                 self._in_flight.popleft()()
             self._in_flight.append(launch())
-        except Exception:
-            self._finish_quietly()
+        except BaseException:
+            self.abandon()
             raise
 
     def drain(self) -> None:
@@ -41,11 +41,11 @@ class Window:
         try:
             while self._in_flight:
                 self._in_flight.popleft()()
-        except Exception:
-            self._finish_quietly()
+        except BaseException:
+            self.abandon()
             raise
 
-    def _finish_quietly(self) -> None:
+    def abandon(self) -> None:
         """Finish what is left after an exception, which matters more than theirs."""
         while self._in_flight:
             with suppress(Exception):
@@ -55,7 +55,7 @@ class Window:
 def run_windowed(launches: Iterable[Callable[[], Finish]], *, depth: int) -> None:
     """Launch operations in order, with at most ``depth`` of them unfinished at a time.
 
-    Each launched operation is finished exactly once, in launch order, also when a launch or a finish raises; the
+    Each launched operation is finished exactly once, in launch order, also when a launch, a finish or the iteration raises; the
     first exception is raised after that.
 
     Args:
@@ -63,6 +63,10 @@ def run_windowed(launches: Iterable[Callable[[], Finish]], *, depth: int) -> Non
         depth: 1 or more.
     """
     window = Window(depth=depth)
-    for launch in launches:
-        window.launch(launch)
+    try:
+        for launch in launches:
+            window.launch(launch)
+    except BaseException:
+        window.abandon()
+        raise
     window.drain()

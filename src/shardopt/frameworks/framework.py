@@ -26,6 +26,8 @@ class Framework:
         enable_grad: Context in which a closure computes gradients.
         empty_on_cpu: Makes a flat CPU tensor from a numel and ``str(dtype)``.
         fire_step_hooks: Calls the step pre-hooks (``before=True``) or post-hooks of an optimizer, global ones included.
+        is_elementwise: Whether an optimizer class is known to update every element on its own.
+        make_param: Makes a leaf parameter in the memory of a flat tensor.
         init_joinable: ``Joinable.__init__``.
         notify_join: Tells the framework's ``Join`` that this rank has inputs; returns work to wait for, or None.
         shadow_step: Makes the framework's ``JoinHook`` for an optimizer.
@@ -40,6 +42,8 @@ class Framework:
     enable_grad: Callable[[], AbstractContextManager[Any]]
     empty_on_cpu: Callable[[int, str], Any]
     fire_step_hooks: Callable[..., None]
+    is_elementwise: Callable[[Any], bool]
+    make_param: Callable[[Any], Any]
     init_joinable: Callable[[Any], None]
     notify_join: Callable[[Any], Any]
     shadow_step: Callable[[Any], Any]

@@ -68,6 +68,27 @@ def find_group(
     return RankGroup(framework, distributed, group, control=control_of(group))
 
 
+ELEMENTWISE = (
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+"""Optimizers of ``optim`` whose update of an element reads that element of parameter, gradient and state only."""
+
+
+def is_elementwise(optimizer_class: Any, *, optim: Any) -> bool:
+    """Whether ``optimizer_class`` is one of ``ELEMENTWISE`` itself; a subclass may do other things."""
+    return any(optimizer_class is getattr(optim, name) for name in ELEMENTWISE)
+
+
 def fire_step_hooks(
     optimizer: Any, *, before: bool, global_before: dict[int, Any], global_after: dict[int, Any]
 ) -> None:

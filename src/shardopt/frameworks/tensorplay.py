@@ -19,7 +19,7 @@ from tensorplay.optim import LBFGS
 from tensorplay.optim import optimizer as tensorplay_optimizer
 
 from shardopt.frameworks.framework import Framework
-from shardopt.frameworks.shared import find_group, fire_step_hooks
+from shardopt.frameworks.shared import find_group, fire_step_hooks, is_elementwise
 from shardopt.join import ShadowStep
 
 
@@ -59,6 +59,15 @@ def empty_on_cpu(numel: int, dtype: str) -> Any:
     return tensorplay.empty(numel, dtype=getattr(tensorplay, name), device="cpu")
 
 
+def make_param(flat: Any) -> Any:
+    """Make a parameter in the memory of ``flat``.
+
+    Workaround, TensorPlay 1.0.0: ``Parameter(x)`` turns ``x`` itself into a leaf that requires gradients; can go when it
+    leaves ``x`` alone.
+    """
+    return tensorplay.nn.Parameter(flat.detach())
+
+
 class TensorPlayShadowStep(ShadowStep, JoinHook):  # type: ignore[misc]
     """The hook as TensorPlay's ``Join`` expects it."""
 
@@ -83,6 +92,8 @@ TENSORPLAY = Framework(
         global_before=tensorplay_optimizer._global_optimizer_pre_hooks,
         global_after=tensorplay_optimizer._global_optimizer_post_hooks,
     ),
+    is_elementwise=partial(is_elementwise, optim=tensorplay.optim),
+    make_param=make_param,
     init_joinable=Joinable.__init__,
     notify_join=Join.notify_join_context,
     shadow_step=TensorPlayShadowStep,

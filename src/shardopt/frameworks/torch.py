@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
 from shardopt.frameworks.framework import Framework
-from shardopt.frameworks.shared import find_group, fire_step_hooks
+from shardopt.frameworks.shared import find_group, fire_step_hooks, is_elementwise
 from shardopt.join import ShadowStep
 
 
@@ -79,6 +79,8 @@ TORCH = Framework(
         global_before=torch_optimizer._global_optimizer_pre_hooks,
         global_after=torch_optimizer._global_optimizer_post_hooks,
     ),
+    is_elementwise=partial(is_elementwise, optim=torch.optim),
+    make_param=torch.nn.Parameter,
     init_joinable=Joinable.__init__,
     notify_join=Join.notify_join_context,
     shadow_step=TorchShadowStep,

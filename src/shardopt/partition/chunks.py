@@ -32,15 +32,17 @@ class Chunk:
         return sum(piece.numel for piece in self.pieces)
 
 
-def plan_chunks(numels: Sequence[int], chunk_numel: int) -> list[Chunk]:
-    """Cut tensors, laid end to end, at every multiple of ``chunk_numel`` elements.
+def plan_chunks(numels: Sequence[int], *, chunk_nbytes: int, itemsize: int) -> list[Chunk]:
+    """Cut tensors of one dtype, laid end to end, into chunks of equal size but for the last.
 
-    Example: ``plan_chunks([3, 5], 4)`` gives two chunks: ``0[0, 3) + 1[0, 1)`` and ``1[1, 5)``.
+    Example: ``plan_chunks([3, 5], chunk_nbytes=16, itemsize=4)`` gives two chunks: ``0[0, 3) + 1[0, 1)`` and ``1[1, 5)``.
 
     Args:
         numels: Elements of each tensor.
-        chunk_numel: Elements of every chunk but the last, 1 or more.
+        chunk_nbytes: Bytes of a chunk; it holds one element at least.
+        itemsize: Bytes per element.
     """
+    chunk_numel = max(1, chunk_nbytes // itemsize)
     chunks: list[Chunk] = []
     pieces: list[Piece] = []
     room = chunk_numel

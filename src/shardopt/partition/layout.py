@@ -1,10 +1,14 @@
 """Where each parameter lies in the buckets that the ranks exchange.
 
-A bucket is one flat tensor of one dtype on one device. It has a section for each rank, in rank order, that holds
-parameters of that rank back to back; sending a bucket takes one broadcast per non-empty section.
+A bucket is one flat tensor of one dtype on one device. It has a section for each rank, in rank order; sending a
+bucket takes one broadcast per non-empty section. By parameter, a section holds whole parameters of its rank:
 
     bucket 0  | rank 0: p3 p7   | rank 1: p0 . p5    |          . = padding to the alignment
     bucket 1  | rank 0: p1      | rank 1: (empty)    |
+
+By element, parameters lie back to back and the bucket is cut into equal sections, wherever that falls:
+
+    bucket 0  | rank 0: p7 p5 p3[0, 40) | rank 1: p3[40, 64) p1 p0 . |
 """
 
 from __future__ import annotations
@@ -17,11 +21,17 @@ from shardopt.partition.spec import ParamSpec
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Elements ``[start, stop)`` of a bucket, which hold one parameter."""
+    """Elements ``[start, stop)`` of a bucket, which hold a parameter, or its elements from ``offset`` on."""
 
     param: int
     start: int
     stop: int
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of the slot."""
+        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +66,17 @@ class Bucket:
     @property
     def params(self) -> tuple[int, ...]:
         """Indices of the parameters it holds, by section."""
-        return tuple(slot.param for section in self.sections for slot in section.slots)
+        return tuple(self.places)
+
+    @property
+    def places(self) -> dict[int, Slot]:
+        """Where each parameter lies as a whole, across sections."""
+        places: dict[int, Slot] = {}
+        for section in self.sections:
+            for slot in section.slots:
+                start = slot.start - slot.offset
+                places[slot.param] = Slot(slot.param, start, slot.stop)
+        return places
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +110,8 @@ def plan_layout(
         specs: The parameters to place.
         owners: The owner of each of them.
         world_size: Number of ranks, 1 or more.
-        bucket_nbytes: Bound on the bytes of a bucket, above the largest parameter's.
+        bucket_nbytes: Bound on the bytes of the parameters in a bucket, unless it holds but one per rank; padding to
+            the alignment comes on top.
         alignment_nbytes: Every slot starts at a multiple of this, counted from the start of its bucket.
 
     Returns:
@@ -103,14 +124,14 @@ def plan_layout(
             by_rank[owner].append(spec)
     buckets: list[Bucket] = []
     for by_rank in kinds.values():
-        runs_by_rank = [_runs(owned, bucket_nbytes // world_size) for owned in by_rank]
+        runs_by_rank = [cut_runs(owned, bucket_nbytes // world_size) for owned in by_rank]
         for i in range(max(map(len, runs_by_rank))):
             runs = [runs[i] if i < len(runs) else [] for runs in runs_by_rank]
             buckets.append(_bucket(runs, alignment_nbytes))
     return Layout(world_size, tuple(buckets))
 
 
-def _runs(specs: Sequence[ParamSpec], limit_nbytes: int) -> list[list[ParamSpec]]:
+def cut_runs(specs: Sequence[ParamSpec], limit_nbytes: int) -> list[list[ParamSpec]]:
     """Cut ``specs`` into runs of at most ``limit_nbytes`` bytes, or of one parameter."""
     runs: list[list[ParamSpec]] = []
     room = 0

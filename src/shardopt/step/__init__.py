@@ -1,6 +1,6 @@
 """One step: agree, update the parameters this rank owns, exchange what changed.
 
-``options`` keeps the hyperparameters of the whole and of the local optimizer equal, ``agreement`` compares what ranks
+``reduction`` averages gradients where nobody else does, ``options`` keeps the hyperparameters of the whole and of the local optimizer equal, ``agreement`` compares what ranks
 intend before anything is updated, ``update`` runs the local optimizer and settles its errors, ``exchange`` moves the
 parameters, ``catch_up`` gives ranks without inputs what they need to take part, ``scaling`` speaks to GradScaler.
 The order of collectives is the same on every rank, whatever each of them has to update.
@@ -8,10 +8,11 @@ The order of collectives is the same on every rank, whatever each of them has to
 
 from shardopt.step.agreement import Intent, agree
 from shardopt.step.backward import MSG_GRAD_SCALER, BackwardStep
-from shardopt.step.catch_up import catch_up
+from shardopt.step.catch_up import catch_up_gradients, catch_up_options
 from shardopt.step.closure import EvaluatedClosure
-from shardopt.step.exchange import exchange, launch_exchange
-from shardopt.step.options import copy_options, option_facts
+from shardopt.step.exchange import equalize, exchange, launch_exchange
+from shardopt.step.options import copy_options
+from shardopt.step.reduction import agree_on_gradients, reduce_gradients
 from shardopt.step.scaling import LossScale
 from shardopt.step.update import ShardUpdate, only_params
 
@@ -23,10 +24,13 @@ __all__ = [
     "LossScale",
     "ShardUpdate",
     "agree",
-    "catch_up",
+    "agree_on_gradients",
+    "catch_up_gradients",
+    "catch_up_options",
     "copy_options",
+    "equalize",
     "exchange",
     "launch_exchange",
     "only_params",
-    "option_facts",
+    "reduce_gradients",
 ]

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardopt.collectives import Group, digest, raise_as_settled, require_equal
-from shardopt.step.options import option_facts
+from shardopt.collectives import Group, digest, option_facts, raise_as_settled, require_equal
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardopt.buffers import StagedBucket
-from shardopt.collectives import Group, Window, settle
+from shardopt.collectives import Group, Window, options_of, settle
 from shardopt.errors import OverlapError
 from shardopt.step.agreement import agree
 from shardopt.step.exchange import DEPTH, launch_exchange
-from shardopt.step.options import copy_options, options_of
+from shardopt.step.options import copy_options
 from shardopt.step.update import only_params
 
 if TYPE_CHECKING:

@@ -6,57 +6,60 @@ gradients nor the current options. The lowest active rank sends it both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardopt.collectives import Group
+from shardopt.collectives import Group, options_of
+from shardopt.partition import Part
 from shardopt.step.agreement import Intent
-from shardopt.step.options import options_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def catch_up(
+def catch_up_options(group: Group, intent: Intent, param_groups: Sequence[dict[str, Any]]) -> None:
+    """Make the options of joined ranks those of the lowest active rank. Collective; nothing without joined ranks."""
+    if not intent.joined:
+        return
+    options = group.all_gather_object([options_of(g) for g in param_groups])[intent.active[0]]
+    if group.rank in intent.joined:
+        for param_group, theirs in zip(param_groups, options, strict=True):
+            param_group.update(theirs)
+
+
+def catch_up_gradients(
     group: Group,
     intent: Intent,
-    *,
-    param_groups: Sequence[dict[str, Any]],
     params: Sequence[Tensor],
-    owners: Sequence[int],
+    parts_by_rank: Mapping[int, Sequence[Part]],
 ) -> None:
-    """Bring options and gradients from the lowest active rank to the owners that joined. Collective.
+    """Bring gradients from the lowest active rank to the joined ranks that own their parameters. Collective.
 
-    Afterwards ``param.grad`` of each parameter owned by a joined rank is, on that rank, what it is on the lowest active
-    rank, None included; with DDP that is the averaged gradient. Without joined ranks nothing happens.
+    Afterwards ``param.grad`` of each parameter that a joined rank owns, or owns a part of, is on that rank what it is on
+    the lowest active rank, None included; with DDP that is the averaged gradient. Nothing without joined ranks.
 
     Args:
         group: The sharding group.
         intent: What the ranks agreed on.
-        param_groups: The whole optimizer's groups; on joined ranks their options are replaced.
         params: All parameters.
-        owners: The owner of each.
+        parts_by_rank: What each joined rank owns.
+
+    Raises:
+        ValueError: On every rank: a gradient that would have to be sent is sparse.
     """
     if not intent.joined:
         return
     source = intent.active[0]
-    briefing = None
-    if group.rank == source:
-        briefing = ([options_of(g) for g in param_groups], [_kind(param.grad) for param in params])
-    options, kinds = group.all_gather_object(briefing)[source]
-    if "sparse" in (
-        kind for kind, owner in zip(kinds, owners, strict=True) if owner in intent.joined
-    ):
+    kinds = group.all_gather_object([_kind(param.grad) for param in params])[source]
+    if any(kinds[part.param] == "sparse" for parts in parts_by_rank.values() for part in parts):
         raise ValueError(
             "Join: a rank without inputs owns a parameter with a sparse gradient, which cannot be sent to it; use "
             "dense gradients (nn.Embedding(sparse=False)) or even inputs"
         )
-    if group.rank in intent.joined:
-        for param_group, theirs in zip(param_groups, options, strict=True):
-            param_group.update(theirs)
-    for index, owner in enumerate(owners):
-        if owner in intent.joined:
-            _send_gradient(group, params[index], kinds[index] is not None, src=source, dst=owner)
+    for rank, parts in parts_by_rank.items():
+        for part in parts:
+            has_gradient = kinds[part.param] is not None
+            _send_gradient(group, params[part.param], has_gradient, src=source, dst=rank)
 
 
 def _kind(gradient: Tensor | None) -> str | None:

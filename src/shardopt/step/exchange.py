@@ -7,6 +7,7 @@ on average over N ranks for S bytes of parameters.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 from shardopt.buffers import ParamBucket
@@ -36,26 +37,54 @@ def exchange(
     )
 
 
-def launch_exchange(group: Group, bucket: ParamBucket, ranks: Sequence[int]) -> Finish:
-    """Launch the broadcasts of some sections of one bucket; the result waits and puts them into the parameters."""
+def equalize(group: Group, buckets: Sequence[ParamBucket]) -> None:
+    """Make the parameters of every rank those of rank 0. Collective."""
+    run_windowed(
+        (
+            partial(
+                launch_exchange,
+                group,
+                bucket,
+                [section.rank for section in bucket.plan.sections if section.slots],
+                src=0,
+            )
+            for bucket in buckets
+        ),
+        depth=DEPTH,
+    )
+
+
+def launch_exchange(
+    group: Group, bucket: ParamBucket, ranks: Sequence[int], *, src: int | None = None
+) -> Finish:
+    """Launch the broadcasts of some sections of one bucket; the result waits and puts them into the parameters.
+
+    Args:
+        group: The sharding group.
+        bucket: The bucket.
+        ranks: The ranks whose sections travel, none of them empty.
+        src: The rank that sends all of them; by default each rank sends its own.
+    """
     if group.world_size == 1:
         return lambda: None  # nobody to send to: do not even copy into the bucket
     opened = bucket.open(ranks)
-    pending = Pending(
-        [
-            group.broadcast(
-                opened.outgoing(rank) if rank == group.rank else opened.incoming(rank), src=rank
-            )
-            for rank in ranks
-        ]
-    )
+    sources = {rank: rank if src is None else src for rank in ranks}
+    launched: list[Pending] = []
 
     def finish() -> None:
         received: list[int] = []
         try:
-            pending.wait()
-            received = [rank for rank in ranks if rank != group.rank]
+            Pending(launched).wait()
+            received = [rank for rank, source in sources.items() if source != group.rank]
         finally:
             opened.close(received)
 
+    try:
+        for rank, source in sources.items():
+            flat = opened.outgoing(rank) if source == group.rank else opened.incoming(rank)
+            launched.append(group.broadcast(flat, src=source))
+    except BaseException:
+        with suppress(Exception):
+            finish()
+        raise
     return finish

@@ -26,8 +26,10 @@ class ShardUpdate:
     rank knows of it.
     """
 
-    def __init__(self, rank: int, buckets: Sequence[ParamBucket], params: Sequence[Tensor]) -> None:
-        """Remember the version of each parameter this rank owns in ``buckets``."""
+    def __init__(
+        self, rank: int, buckets: Sequence[ParamBucket], params: Mapping[int, Tensor]
+    ) -> None:
+        """Remember the versions of what this rank updates: its parameters, or parts of them, by parameter index."""
         self._rank = rank
         self._buckets = buckets
         self._params = params
@@ -57,8 +59,8 @@ class ShardUpdate:
             any(now[p] != self._versions[p] or self._params[p].grad is not None for p in owned)
             for owned in self._owned()
         ]
-        reports = group.all_gather_ints([int(self.error is not None), *_pack_flags(flags)])
-        changed_by_rank = [_unpack_flags(packed, len(flags)) for _, *packed in reports]
+        reports = group.all_gather_ints([int(self.error is not None), *pack_flags(flags)])
+        changed_by_rank = [unpack_flags(packed, len(flags)) for _, *packed in reports]
         changed = [
             [rank for rank, theirs in enumerate(changed_by_rank) if theirs[number]]
             for number in range(len(flags))
@@ -76,16 +78,16 @@ class ShardUpdate:
         return {p: self._params[p]._version for owned in self._owned() for p in owned}
 
 
-def _pack_flags(flags: Sequence[bool]) -> list[int]:
-    """Pack flags into ints. Example: ``_pack_flags([True, False, True])`` is ``[5]``."""
+def pack_flags(flags: Sequence[bool]) -> list[int]:
+    """Pack flags into ints. Example: ``pack_flags([True, False, True])`` is ``[5]``."""
     return [
         sum(1 << bit for bit, flag in enumerate(flags[start : start + FLAGS_PER_INT]) if flag)
         for start in range(0, len(flags), FLAGS_PER_INT)
     ]
 
 
-def _unpack_flags(packed: Sequence[int], num_flags: int) -> list[bool]:
-    """Undo ``_pack_flags``."""
+def unpack_flags(packed: Sequence[int], num_flags: int) -> list[bool]:
+    """Undo ``pack_flags``."""
     return [bool(packed[i // FLAGS_PER_INT] >> (i % FLAGS_PER_INT) & 1) for i in range(num_flags)]
 
 

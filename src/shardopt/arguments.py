@@ -1,0 +1,53 @@
+"""Arguments of the constructor that exclude each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardopt.frameworks import Framework
+from shardopt.sharding import Sharding
+
+
+def name_of(optimizer_class: Any) -> str:
+    """How messages call the wrapped class, or whatever callable makes the optimizer."""
+    return str(getattr(optimizer_class, "__qualname__", type(optimizer_class).__name__))
+
+
+def require_possible(
+    framework: Framework,
+    optimizer_class: Any,
+    sharding: Sharding,
+    *,
+    has_views: bool,
+    overlaps: bool,
+) -> None:
+    """Raise if the arguments exclude each other.
+
+    Args:
+        framework: Knows its optimizers.
+        optimizer_class: The wrapped class.
+        sharding: The policy.
+        has_views: ``parameters_as_bucket_view``.
+        overlaps: ``overlap_with_ddp``.
+
+    Raises:
+        ValueError: They do; says what to pass instead.
+    """
+    if reason := framework.reject_optimizer(optimizer_class):
+        raise ValueError(f"optimizer_class: {reason}")
+    if overlaps and sharding != Sharding(bucket_mb=sharding.bucket_mb):
+        raise ValueError(
+            f"overlap_with_ddp=True steps whole parameters in DDP's backward, so it excludes {sharding}; "
+            "use overlap_with_ddp=False"
+        )
+    if sharding.granularity == "element":
+        if not has_views:
+            raise ValueError(
+                "Sharding(granularity='element') cuts flat buckets, of which parameters have to be views; pass "
+                "parameters_as_bucket_view=True"
+            )
+        if not framework.is_elementwise(optimizer_class):
+            raise ValueError(
+                f"optimizer_class: {name_of(optimizer_class)} is not known to update every element on its own, so parts "
+                "of parameters could give other results, silently; use Sharding(granularity='parameter')"
+            )

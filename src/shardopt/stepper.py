@@ -1,0 +1,126 @@
+"""Sequences one step: check, agree, bring gradients, update, exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from shardopt.collectives import Group, option_facts
+from shardopt.shards import Shards
+from shardopt.step import (
+    Intent,
+    LossScale,
+    ShardUpdate,
+    agree,
+    catch_up_gradients,
+    catch_up_options,
+    copy_options,
+    reduce_gradients,
+)
+
+
+class Stepper:
+    """Lets the local optimizer act for the whole one, on all ranks together."""
+
+    def __init__(
+        self,
+        group: Group,
+        shards: Shards,
+        local_optimizer: Any,
+        *,
+        param_groups: Callable[[], list[dict[str, Any]]],
+        reduces_gradients: bool,
+    ) -> None:
+        """Bind the pieces.
+
+        Args:
+            group: The sharding group.
+            shards: What it shards.
+            local_optimizer: The wrapped optimizer.
+            param_groups: Returns the param groups of the whole optimizer, whose options are the truth.
+            reduces_gradients: Whether to average gradients; otherwise they are averages already.
+        """
+        self._group = group
+        self._shards = shards
+        self._local_optimizer = local_optimizer
+        self._param_groups = param_groups
+        self._reduces_gradients = reduces_gradients
+
+    def step(
+        self,
+        step_local: Callable[[], Any],
+        *,
+        scale: LossScale,
+        is_in_join: bool,
+        is_joined: bool = False,
+    ) -> Any:
+        """Take one step and return what the local optimizer returned. Collective.
+
+        Args:
+            step_local: Runs the local optimizer.
+            scale: What a GradScaler left for this step.
+            is_in_join: Whether other ranks may have run out of inputs; equal on every rank.
+            is_joined: Whether this rank ran out of inputs.
+        """
+        error: Exception | None = None
+        try:
+            self._shards.require_intact()
+        except Exception as raised:
+            error = raised
+        skip = scale.hand_over(
+            self._group, self._local_optimizer, self._shards.params, in_kernel=not is_in_join
+        )
+        intent = agree(
+            self._group, self._param_groups(), error=error, skip=skip, is_joined=is_joined
+        )
+        if intent.is_skipped:
+            return None
+        self._bring_gradients(intent)
+        copy_options(self._param_groups(), self._local_optimizer.param_groups)
+        update = self._start_update()
+        loss = update.run(step_local)
+        copy_options(self._local_optimizer.param_groups, self._param_groups())
+        scale.take_back(self._local_optimizer)
+        update.finish(self._group, doing="the local optimizer's step()")
+        if self._reduces_gradients:
+            self._shards.drop_gradients()
+        return loss
+
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the local optimizer; if it changes parameters or options, the ranks exchange and settle.
+
+        Collective if it changes anything, local otherwise.
+        """
+        copy_options(self._param_groups(), self._local_optimizer.param_groups)
+        options = option_facts(self._param_groups())
+        update = self._start_update()
+        result = update.run(partial(method, *args, **kwargs))
+        copy_options(self._local_optimizer.param_groups, self._param_groups())
+        if update.has_moved_params or option_facts(self._param_groups()) != options:
+            name = getattr(method, "__name__", "a method")
+            update.finish(self._group, doing=f"{name}() of the local optimizer")
+        elif update.error is not None:
+            raise update.error
+        return result
+
+    def _start_update(self) -> ShardUpdate:
+        return ShardUpdate(self._group.rank, self._shards.buckets, self._shards.tensors)
+
+    def _bring_gradients(self, intent: Intent) -> None:
+        """Let the local optimizer see this step's gradients of what this rank owns. Collective."""
+        shards = self._shards
+        catch_up_options(self._group, intent, self._param_groups())
+        if self._reduces_gradients:
+            reduce_gradients(
+                self._group,
+                shards.gradient_buckets,
+                shards.params,
+                shards.parts,
+                shards.tensors,
+                has_inputs=self._group.rank in intent.active,
+            )
+        else:
+            parts_by_rank = {rank: shards.parts_of(rank) for rank in intent.joined}
+            catch_up_gradients(self._group, intent, shards.params, parts_by_rank)
+            shards.pass_gradients()
