@@ -49,18 +49,31 @@ class ThreadWorld:
         self.num_gathers_by_rank = [{"ints": 0, "object": 0} for _ in range(world_size)]
 
 
+class Departure:
+    """A work that is done once the peer has read the tensor, which it does as late as it can."""
+
+    def __init__(self, box: queue.Queue, tensor: Any) -> None:
+        self.tensor = tensor
+        self.is_read = threading.Event()
+        box.put(self)
+
+    def wait(self) -> None:
+        assert self.is_read.wait(PATIENCE_SECONDS)
+
+
 class Arrival:
-    """A work that copies what the peer sent, once, when it is awaited."""
+    """A work that copies what the peer sent when it is awaited, and not before."""
 
     def __init__(self, box: queue.Queue, tensor: Any) -> None:
         self._box = box
         self._tensor = tensor
 
     def wait(self) -> None:
-        sent = self._box.get(timeout=PATIENCE_SECONDS)
-        assert sent.shape == self._tensor.shape
-        assert sent.dtype == self._tensor.dtype
-        self._tensor.copy_(sent)
+        departure = self._box.get(timeout=PATIENCE_SECONDS)
+        assert departure.tensor.shape == self._tensor.shape
+        assert departure.tensor.dtype == self._tensor.dtype
+        self._tensor.copy_(departure.tensor)
+        departure.is_read.set()
 
 
 class ThreadGroup:
@@ -80,10 +93,8 @@ class ThreadGroup:
             return Pending([Arrival(self.world.boxes[src, self.rank], tensor)], [tensor])
         nbytes = tensor.numel() * tensor.element_size()
         self.world.messages.append(Message(src, None, tensor.numel(), nbytes))
-        for dst in range(self.world_size):
-            if dst != src:
-                self.world.boxes[src, dst].put(tensor.clone())
-        return Pending()
+        others = [dst for dst in range(self.world_size) if dst != src]
+        return Pending([Departure(self.world.boxes[src, dst], tensor) for dst in others], [tensor])
 
     def send(self, tensor: Any, *, dst: int) -> Pending:
         assert tensor.dim() == 1
@@ -92,8 +103,7 @@ class ThreadGroup:
         assert dst != self.rank
         nbytes = tensor.numel() * tensor.element_size()
         self.world.messages.append(Message(self.rank, dst, tensor.numel(), nbytes))
-        self.world.boxes[self.rank, dst].put(tensor.clone())
-        return Pending()
+        return Pending([Departure(self.world.boxes[self.rank, dst], tensor)], [tensor])
 
     def recv(self, tensor: Any, *, src: int) -> Pending:
         assert tensor.dim() == 1

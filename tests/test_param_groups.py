@@ -94,7 +94,7 @@ def test_an_error_in_a_later_group_is_found():
         read_param_groups([{"params": []}, {"params": [param, param]}], TORCH)
 
 
-@pytest.mark.xfail(strict=True, reason="a set is only refused inside a group, see the bug report")
+@pytest.mark.xfail(strict=True, reason="a set is refused only inside a group")
 def test_a_set_of_parameters_is_refused_because_its_order_differs_between_ranks():
     with pytest.raises(TypeError, match="set"):
         read_param_groups(set(make_params()), TORCH)

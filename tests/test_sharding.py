@@ -26,7 +26,7 @@ def test_a_bound_that_is_no_number_is_a_type_error():
         Sharding(bucket_mb="25")
 
 
-@pytest.mark.xfail(strict=True, reason="passes the door and fails later, see the bug report")
+@pytest.mark.xfail(strict=True, reason="it passes the door, and bucket_nbytes fails")
 def test_an_infinite_bound_is_refused_at_the_door():
     with pytest.raises(ValueError, match="bucket_mb"):
         Sharding(bucket_mb=float("inf"))

@@ -101,42 +101,57 @@ def specs(params):
     return read_specs([{"params": params, "param_names": ["body.weight", "head.bias"]}])
 
 
-def test_unchanged_parameters_pass(params, specs):
-    require_unchanged(params, specs)
+@pytest.fixture
+def devices(params):
+    return [param.device for param in params]
 
 
-def test_other_values_and_other_memory_pass(params, specs):
+def test_unchanged_parameters_pass(params, specs, devices):
+    require_unchanged(params, specs, devices)
+
+
+def test_other_values_and_other_memory_pass(params, specs, devices):
     params[1].data = torch.ones(4)
-    require_unchanged(params, specs)
+    require_unchanged(params, specs, devices)
 
 
-def test_another_dtype_is_named_with_the_way_out(params, specs):
+def test_another_dtype_is_named_with_the_way_out(params, specs, devices):
     params[1].data = params[1].data.half()
     with pytest.raises(ParameterChangedError) as caught:
-        require_unchanged(params, specs)
+        require_unchanged(params, specs, devices)
     assert str(caught.value) == (
-        "param 1 'head.bias': now (4,) torch.float16, but (4,) torch.float32 when the optimizer was made; "
-        "convert or resize the model first, then make the optimizer and load its state"
+        "param 1 'head.bias': now (4,) torch.float16 on cpu, but (4,) torch.float32 on cpu when the optimizer was "
+        "made; convert, resize or move the model first, then make the optimizer and load its state"
     )
 
 
-def test_another_shape_is_named_with_the_way_out(params, specs):
+def test_another_shape_is_named_with_the_way_out(params, specs, devices):
     params[0].data = torch.zeros(3, 2)
     with pytest.raises(ParameterChangedError) as caught:
-        require_unchanged(params, specs)
+        require_unchanged(params, specs, devices)
     assert str(caught.value) == (
-        "param 0 'body.weight': now (3, 2) torch.float32, but (2, 3) torch.float32 when the optimizer was made; "
-        "convert or resize the model first, then make the optimizer and load its state"
+        "param 0 'body.weight': now (3, 2) torch.float32 on cpu, but (2, 3) torch.float32 on cpu when the optimizer "
+        "was made; convert, resize or move the model first, then make the optimizer and load its state"
     )
 
 
-def test_a_nameless_parameter_is_named_by_its_index(params, specs):
+def test_another_device_is_named_with_the_way_out(params, specs, devices):
+    devices[1] = torch.device("meta")
+    with pytest.raises(ParameterChangedError) as caught:
+        require_unchanged(params, specs, devices)
+    assert str(caught.value) == (
+        "param 1 'head.bias': now (4,) torch.float32 on cpu, but (4,) torch.float32 on meta when the optimizer was "
+        "made; convert, resize or move the model first, then make the optimizer and load its state"
+    )
+
+
+def test_a_nameless_parameter_is_named_by_its_index(params, specs, devices):
     params[0].data = torch.zeros(6)
     nameless = [dataclasses.replace(spec, name=None) for spec in specs]
     with pytest.raises(ParameterChangedError, match=r"^param 0: now \(6,\)"):
-        require_unchanged(params, nameless)
+        require_unchanged(params, nameless, devices)
 
 
-def test_parameters_and_specs_are_equally_many(params, specs):
+def test_parameters_and_specs_are_equally_many(params, specs, devices):
     with pytest.raises(ValueError, match="zip"):
-        require_unchanged(params, specs[:1])
+        require_unchanged(params, specs[:1], devices)

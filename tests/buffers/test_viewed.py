@@ -165,6 +165,28 @@ def test_reattach_gives_back_the_strides_of_the_plan(make_bucket):
     assert (params[0].stride(), params[0].tolist()) == ((3, 1), [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]])
 
 
+@pytest.mark.xfail(
+    strict=True, raises=RuntimeError, reason="torch cannot copy a transposed view onto itself"
+)
+def test_reattach_keeps_a_transposition_in_place(make_bucket):
+    params = trained((2, 2))
+    bucket = make_bucket(params)
+    params[0].data = params[0].data.t()
+    bucket.reattach()
+    assert (params[0].stride(), params[0].tolist()) == ((2, 1), [[1.0, 3.0], [2.0, 4.0]])
+
+
+@pytest.mark.xfail(strict=True, reason="the first copy overwrites what the second is to read")
+def test_reattach_keeps_the_values_of_two_parameters_that_swapped_their_memory(make_bucket):
+    params = trained((2,), (2,))
+    with torch.no_grad():
+        params[1].add_(10)
+    bucket = make_bucket(params)
+    params[0].data, params[1].data = params[1].data, params[0].data
+    bucket.reattach()
+    assert [param.tolist() for param in params] == [[11.0, 12.0], [1.0, 2.0]]
+
+
 def test_reattach_writes_nothing_where_nothing_was_replaced(make_bucket):
     params = trained((2, 3), (4,))
     bucket = make_bucket(params)

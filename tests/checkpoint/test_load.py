@@ -173,7 +173,21 @@ def test_state_facts_name_keys_and_shapes_of_each_parameter(full, specs):
         ("param 0 'body.weight'", "[('exp_avg', (2, 3)), ('step', ())]"),
         ("param 1 'head.bias'", "[('exp_avg', (4,)), ('step', ())]"),
         ("param 2", "[]"),
+        ("option 'lr' of group 0", "0.1"),
+        ("option 'lr' of group 1", "0.2"),
     ]
+
+
+@pytest.mark.parametrize("value", [None, True, 3, 0.5, "sum"])
+def test_state_facts_hold_plain_options_by_value(full, specs, value):
+    full["param_groups"][1]["x"] = value
+    assert ("option 'x' of group 1", repr(value)) in state_facts(full, specs)
+
+
+@pytest.mark.xfail(strict=True, reason="options that are tuples are left out")
+def test_state_facts_hold_tuples_among_the_options(full, specs):
+    full["param_groups"][1]["betas"] = (0.9, 0.99)
+    assert "option 'betas' of group 1" in dict(state_facts(full, specs))
 
 
 def test_state_facts_do_not_depend_on_the_order_of_the_keys(full, specs):

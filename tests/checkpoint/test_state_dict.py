@@ -113,6 +113,7 @@ def test_the_full_state_dict_is_that_of_the_unsharded_optimizer():
     optimizer.step()
     expected = optimizer.state_dict()
     full = make_full(expected, expected["state"], optimizer.param_groups)
+    torch.testing.assert_close(full, expected, rtol=0, atol=0)
     assert repr(full) == repr(expected)
 
 

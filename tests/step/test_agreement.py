@@ -56,6 +56,11 @@ def test_ranks_without_inputs_raise_where_the_others_differ(run_threads):
     assert [type(error) for error in run.errors] == [RankMismatchError] * 3
 
 
+def test_a_rank_without_inputs_is_not_the_measure_of_the_others(run_threads):
+    run = run_threads(3, agreeing([GROUPS, GROUPS, OTHERS], is_joined=[True, False, False]))
+    assert run.texts[0].endswith("option 'lr' of group 0: 0.2 on rank 2, 0.1 on rank 1")
+
+
 def test_an_error_of_one_rank_stops_all(run_threads):
     run = run_threads(2, agreeing([GROUPS] * 2, error=[None, ValueError("odd")]))
     assert run.texts == [

@@ -56,7 +56,7 @@ def test_sections_that_did_not_change_stay_as_they_are(run_exchange):
     assert run.results[2] == [20.0, 11.0, 12.0, 23.0, 24.0]
 
 
-def test_a_bucket_without_changes_is_not_opened(run_exchange):
+def test_without_changes_nothing_is_sent(run_exchange):
     run = run_exchange(lambda buckets: [[]] * len(buckets))
     assert run.world.messages == []
 
@@ -97,6 +97,12 @@ class ScriptedGroup:
         self.num_in_flight -= 1
         if self._error is not None:
             raise self._error
+
+
+def test_a_bucket_without_changes_is_not_opened(make_buckets, recording):
+    bucket = recording(make_buckets([torch.ones(2)], [0], world_size=2)[0])
+    exchange(ScriptedGroup(), [bucket], [[]])
+    assert bucket.events == []
 
 
 def test_the_sections_of_the_other_ranks_are_put_away(make_buckets, recording):

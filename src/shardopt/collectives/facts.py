@@ -43,6 +43,9 @@ def _comparable(value: Any) -> Iterator[str]:
         yield repr(value)
     elif isinstance(value, (tuple, list)):
         yield repr([text for item in value for text in _comparable(item)])
-    elif getattr(getattr(value, "device", None), "type", None) == "cpu":
-        if value.numel() <= MAX_COMPARED_NUMEL:
-            yield repr(value.tolist())
+    elif _is_on_cpu(value) and value.numel() <= MAX_COMPARED_NUMEL:
+        yield repr(value.tolist())
+
+
+def _is_on_cpu(value: Any) -> bool:
+    return getattr(getattr(value, "device", None), "type", None) == "cpu"

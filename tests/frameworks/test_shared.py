@@ -1,0 +1,166 @@
+import types
+
+import pytest
+
+from shardopt.collectives import LoneRank, RankGroup
+from shardopt.frameworks.shared import find_group, fire_step_hooks
+
+
+class ProcessGroup:
+    """A process group of a made-up framework."""
+
+    def __init__(self, world_size=2, rank=0):
+        self.world_size = world_size
+        self.rank = rank
+
+
+class Mesh:
+    """A device mesh of a made-up framework."""
+
+    def __init__(self, ndim, group):
+        self.ndim = ndim
+        self._group = group
+
+    def get_group(self):
+        return self._group
+
+
+def make_distributed(world=None):
+    """The ``distributed`` module of a made-up framework; initialized if there is a world."""
+    return types.SimpleNamespace(
+        __name__="made.up",
+        ProcessGroup=ProcessGroup,
+        GroupMember=types.SimpleNamespace(NON_GROUP_MEMBER=-100),
+        group=types.SimpleNamespace(WORLD=world),
+        is_initialized=lambda: world is not None,
+        get_rank=lambda group=None: 5 if group is None else group.rank,
+        get_world_size=lambda group: group.world_size,
+        get_global_rank=lambda group, rank: rank,
+    )
+
+
+@pytest.fixture
+def find(monkeypatch):
+    """Find a group in a framework whose world has 4 ranks, unless told otherwise."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    default = ProcessGroup(4)
+
+    def call(process_group=None, *, world=default):
+        return find_group(
+            process_group,
+            framework=None,
+            distributed=make_distributed(world),
+            mesh_class=Mesh,
+            control_of=lambda group: group,
+        )
+
+    return call
+
+
+def test_without_a_launcher_this_process_is_alone(find):
+    assert type(find(world=None)) is LoneRank
+
+
+def test_a_launcher_of_one_process_is_no_other_process(find, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert type(find(world=None)) is LoneRank
+
+
+def test_a_launcher_of_several_processes_needs_a_process_group(find, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError) as caught:
+        find(world=None)
+    assert str(caught.value) == (
+        "made.up is not initialized, but WORLD_SIZE is above 1; call init_process_group() before making the optimizer"
+    )
+
+
+def test_a_process_group_needs_an_initialized_framework(find):
+    with pytest.raises(RuntimeError) as caught:
+        find(ProcessGroup(), world=None)
+    assert str(caught.value) == (
+        "made.up is not initialized, but a process_group was given; "
+        "call init_process_group() before making the optimizer"
+    )
+
+
+def test_by_default_the_world_shares_the_work(find):
+    assert find().world_size == 4
+
+
+def test_a_process_group_shares_the_work(find):
+    group = ProcessGroup(3, rank=2)
+    found = find(group)
+    assert (type(found), found.process_group, found.rank) == (RankGroup, group, 2)
+
+
+def test_a_process_group_of_one_is_a_lone_rank_that_knows_it(find):
+    group = ProcessGroup(1)
+    found = find(group)
+    assert (type(found), found.process_group) == (LoneRank, group)
+
+
+def test_a_mesh_of_one_dimension_shares_the_work(find):
+    group = ProcessGroup(3)
+    assert find(Mesh(1, group)).process_group is group
+
+
+def test_a_mesh_of_several_dimensions_is_refused_with_the_way_out(find):
+    with pytest.raises(ValueError, match="DeviceMesh") as caught:
+        find(Mesh(2, ProcessGroup()))
+    assert str(caught.value) == (
+        "process_group is a DeviceMesh of 2 dimensions, expected 1; pass one dimension of it, e.g. mesh['data']"
+    )
+
+
+@pytest.mark.parametrize("group", [ProcessGroup(rank=-1), -100], ids=["group", "non-member"])
+def test_a_process_that_is_no_member_is_refused_with_the_way_out(find, group):
+    with pytest.raises(ValueError, match="process_group") as caught:
+        find(group)
+    assert str(caught.value) == (
+        "process_group: global rank 5 is no member of it; "
+        "make the optimizer only on the ranks that new_group() was given"
+    )
+
+
+def test_something_else_is_a_type_error(find):
+    with pytest.raises(TypeError) as caught:
+        find("data")
+    assert str(caught.value) == (
+        "process_group: expected a ProcessGroup, a 1-D DeviceMesh or None, got str"
+    )
+
+
+# --- fire_step_hooks ------------------------------------------------------------------------------
+
+
+def fired(*, before):
+    """Who was called, in order."""
+    called = []
+
+    def hook(name):
+        return lambda optimizer, args, kwargs: called.append((name, args == (optimizer,), kwargs))
+
+    optimizer = types.SimpleNamespace(
+        _optimizer_step_pre_hooks={0: hook("own pre")},
+        _optimizer_step_post_hooks={0: hook("own post")},
+    )
+    fire_step_hooks(
+        optimizer,
+        before=before,
+        global_before={0: hook("global pre")},
+        global_after={0: hook("global post")},
+    )
+    return called
+
+
+def test_before_a_step_global_hooks_come_first():
+    assert [name for name, _, _ in fired(before=True)] == ["global pre", "own pre"]
+
+
+def test_after_a_step_global_hooks_come_last():
+    assert [name for name, _, _ in fired(before=False)] == ["own post", "global post"]
+
+
+def test_hooks_get_what_a_step_without_arguments_gives_them():
+    assert [rest for _, *rest in fired(before=True)] == [[True, {}]] * 2
