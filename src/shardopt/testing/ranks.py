@@ -32,17 +32,19 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """``world_size`` processes that run functions together."""
+    """``world_size`` processes of one framework that run functions together."""
 
-    def __init__(self, world_size: int) -> None:
-        """Start the processes."""
+    def __init__(self, world_size: int, framework: str = "torch") -> None:
+        """Start the processes; ``framework`` is the module that makes tensors, ``torch`` or ``tensorplay``."""
         context = multiprocessing.get_context("spawn")
         self._processes = []
         self._connections: list[Connection] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, world_size, theirs, list(sys.path)), daemon=True
+                target=_serve,
+                args=(rank, world_size, framework, theirs, list(sys.path)),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -108,9 +110,9 @@ class RankPool:
 
 
 @functools.cache
-def _pools() -> dict[int, RankPool]:
-    """The living pools, by world size."""
-    pools: dict[int, RankPool] = {}
+def _pools() -> dict[tuple[int, str], RankPool]:
+    """The living pools, by world size and framework."""
+    pools: dict[tuple[int, str], RankPool] = {}
 
     @atexit.register
     def kill_all() -> None:
@@ -121,7 +123,7 @@ def _pools() -> dict[int, RankPool]:
 
 
 def run_ranks(
-    *world_sizes: int, timeout: float = 120.0
+    *world_sizes: int, timeout: float = 120.0, framework: str = "torch"
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a pytest test of a function that runs on every rank of a gloo group, once for each world size.
 
@@ -140,14 +142,13 @@ def run_ranks(
         @functools.wraps(function)
         def test(*, world_size: int, **kwargs: Any) -> None:
             pools = _pools()
-            if world_size not in pools:
-                pools[world_size] = RankPool(world_size)
+            key = world_size, framework
+            if key not in pools:
+                pools[key] = RankPool(*key)
             try:
-                pools[world_size].run(
-                    function.__module__, function.__name__, kwargs, timeout=timeout
-                )
+                pools[key].run(function.__module__, function.__name__, kwargs, timeout=timeout)
             except RankError:
-                del pools[world_size]
+                del pools[key]
                 raise
 
         signature = inspect.signature(function)
@@ -161,15 +162,16 @@ def run_ranks(
     return decorate
 
 
-def _serve(rank: int, world_size: int, connection: Connection, path: Sequence[str]) -> None:
+def _serve(
+    rank: int, world_size: int, framework: str, connection: Connection, path: Sequence[str]
+) -> None:
     """Run what is asked for until the parent is gone."""
     sys.path[:] = path
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
+    tensors = importlib.import_module(framework)
+    dist = importlib.import_module(f"{framework}.distributed")
+    tensors.set_num_threads(1)
     while True:
         try:
             module, name, kwargs, store = connection.recv()
@@ -178,7 +180,7 @@ def _serve(rank: int, world_size: int, connection: Connection, path: Sequence[st
         try:
             warnings.resetwarnings()
             warnings.simplefilter("error")
-            torch.manual_seed(0)
+            tensors.manual_seed(0)
             dist.init_process_group(
                 "gloo",
                 init_method=f"file://{store}",
@@ -186,6 +188,7 @@ def _serve(rank: int, world_size: int, connection: Connection, path: Sequence[st
                 world_size=world_size,
                 timeout=timedelta(seconds=30),
             )
+            dist.barrier()  # a rank that needs no other one must not be gone before all are connected
             function = inspect.unwrap(getattr(importlib.import_module(module), name))
             answer = (True, function(**kwargs))
             dist.destroy_process_group()
