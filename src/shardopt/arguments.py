@@ -35,6 +35,8 @@ def require_possible(
     """
     if reason := framework.reject_optimizer(optimizer_class):
         raise ValueError(f"optimizer_class: {reason}")
+    if overlaps and (reason := framework.reject_overlap()):
+        raise ValueError(f"overlap_with_ddp=True: {reason}")
     if overlaps and sharding != Sharding(bucket_mb=sharding.bucket_mb):
         raise ValueError(
             f"overlap_with_ddp=True steps whole parameters in DDP's backward, so it excludes {sharding}; "

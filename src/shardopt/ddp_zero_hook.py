@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from shardopt.step import BackwardStep
+from shardopt.overlap import backward_step_of
 from shardopt.torch import ZeroRedundancyOptimizer
 
 if TYPE_CHECKING:
@@ -116,7 +116,12 @@ class _StepInBackward:
         *,
         is_interleaved: bool,
     ) -> None:
-        self._step = _checked_backward_step(ddp, zero)
+        self._step = backward_step_of(
+            zero,
+            ddp_params=ddp.parameters(),
+            ddp_ranks=dist.get_process_group_ranks(ddp.process_group),
+            zero_ranks=dist.get_process_group_ranks(zero.join_process_group),
+        )
         self._hook = hook
         self._ddp = ddp
         self._params = zero.shards.params
@@ -161,28 +166,3 @@ class _StepInBackward:
                 p.grad is not None for p in self._params if p.requires_grad
             )
         self._step.finish()
-
-
-def _checked_backward_step(
-    ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer
-) -> BackwardStep:
-    """Return the step to drive, once it is sure that DDP reduces what it updates."""
-    step = zero.backward_step
-    if step is None:
-        raise ValueError(
-            "zero: was made with overlap_with_ddp=False, expected True for a hook that steps in backward"
-        )
-    ours = dist.get_process_group_ranks(zero.join_process_group)
-    theirs = dist.get_process_group_ranks(ddp.process_group)
-    if ours != theirs:
-        raise ValueError(
-            f"zero: its process group has global ranks {ours}, that of ddp has {theirs}; give both the same group"
-        )
-    reduced = {id(param) for param in ddp.parameters()}
-    for index, param in enumerate(zero.shards.params):
-        if id(param) not in reduced:
-            raise ValueError(
-                f"zero: param {index}, {tuple(param.shape)}, is no parameter of ddp, so no hook would update it; "
-                "give it an optimizer of its own"
-            )
-    return step

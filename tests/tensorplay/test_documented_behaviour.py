@@ -7,6 +7,7 @@ import inspect
 import io
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -421,3 +422,60 @@ def test_an_exception_in_one_ranks_update_raises_on_all() -> None:
 def test_lbfgs_is_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match="LBFGS takes inner products"):
         sharded(_params(3), tp.optim.LBFGS)
+
+
+@run_ranks(2, framework="tensorplay")
+def test_overlap_is_refused_where_the_build_has_no_ddp() -> None:
+    if tp.nn.parallel.DistributedDataParallel is not None:
+        return
+    with pytest.raises(ValueError, match="this build of TensorPlay has no DistributedDataParallel"):
+        sharded(make_model().parameters(), tp.optim.SGD, overlap_with_ddp=True, lr=0.1)
+
+
+def _with_ddp() -> Any:
+    """DDP as a build that offers it has it; CPU builds hold the same class under another name."""
+    from tensorplay.nn.parallel.distributed import DistributedDataParallel
+
+    return mock.patch.object(tp.nn.parallel, "DistributedDataParallel", DistributedDataParallel)
+
+
+def _allreduce(state: Any, bucket: Any) -> Any:
+    """Average a bucket; TensorPlay's own ``allreduce_hook`` returns a future that is waited for in the same way."""
+    flat = bucket.buffer()
+    flat.div_(dist.get_world_size())
+    dist.all_reduce(flat)
+    return flat
+
+
+@pytest.mark.parametrize("hook", ["hook_with_zero_step", "hook_with_zero_step_interleaved"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "Muon"])
+@run_ranks(2, framework="tensorplay")
+def test_overlap_steps_in_backward_where_the_build_has_ddp(name: str, hook: str) -> None:
+    """The reference averages by hand: gradients of the last bucket differ between ranks under TensorPlay 1.0.0's DDP."""
+    from shardopt.tensorplay import ddp_zero_hook
+
+    class_name, options = OPTIMIZERS[name]
+    optimizer_class = getattr(tp.optim, class_name)
+    reference = make_model(bias=name != "Muon")
+    plain = optimizer_class(reference.parameters(), **options)
+    train(reference, plain, range(6))
+    with _with_ddp():
+        model = tp.nn.parallel.DistributedDataParallel(
+            make_model(bias=name != "Muon"), bucket_cap_mb=0.0005
+        )
+        zero = sharded(model.parameters(), optimizer_class, overlap_with_ddp=True, **options)
+        model.register_comm_hook(None, getattr(ddp_zero_hook, hook)(_allreduce, model, zero))
+        train(model, zero, range(6), averages=False)
+    assert_equal(values(model), values(reference))
+    assert_equal(full_state_dict(zero), plain.state_dict())
+
+
+@run_ranks(2, framework="tensorplay")
+def test_hooks_refuse_an_optimizer_made_without_overlap() -> None:
+    from shardopt.tensorplay import ddp_zero_hook
+
+    with _with_ddp():
+        model = tp.nn.parallel.DistributedDataParallel(make_model())
+        zero = sharded(model.parameters(), tp.optim.SGD, lr=0.1)
+        with pytest.raises(ValueError, match="zero: was made with overlap_with_ddp=False"):
+            ddp_zero_hook.hook_with_zero_step(_allreduce, model, zero)

@@ -22,6 +22,7 @@ class Framework:
         find_group: Turns what the user passed as ``process_group`` into a ``Group``, or raises ``ValueError``,
             ``TypeError`` or ``RuntimeError``.
         reject_param: Why a parameter cannot be sharded, or None.
+        reject_overlap: Why steps in DDP's backward are not to be had, or None.
         reject_optimizer: Why an optimizer class cannot be sharded, or None.
         enable_grad: Context in which a closure computes gradients.
         empty_on_cpu: Makes a flat CPU tensor from a numel and ``str(dtype)``.
@@ -38,6 +39,7 @@ class Framework:
     copy_all: CopyAll
     find_group: Callable[[Any], Group]
     reject_param: Callable[[Any], str | None]
+    reject_overlap: Callable[[], str | None]
     reject_optimizer: Callable[[Any], str | None]
     enable_grad: Callable[[], AbstractContextManager[Any]]
     empty_on_cpu: Callable[[int, str], Any]

@@ -43,6 +43,16 @@ def reject_param(param: Any) -> str | None:
     return None
 
 
+def reject_overlap() -> str | None:
+    """Builds without NCCL offer no DistributedDataParallel: the public name is None."""
+    if tensorplay.nn.parallel.DistributedDataParallel is None:
+        return (
+            "this build of TensorPlay has no DistributedDataParallel; use overlap_with_ddp=False, with "
+            "Sharding(gradients=True) to have gradients averaged"
+        )
+    return None
+
+
 def reject_optimizer(optimizer_class: Any) -> str | None:
     """L-BFGS does not update parameters one by one."""
     if isinstance(optimizer_class, type) and issubclass(optimizer_class, LBFGS):
@@ -84,6 +94,7 @@ TENSORPLAY = Framework(
         control_of=control_of,
     ),
     reject_param=reject_param,
+    reject_overlap=reject_overlap,
     reject_optimizer=reject_optimizer,
     enable_grad=tensorplay.enable_grad,
     empty_on_cpu=empty_on_cpu,

@@ -71,6 +71,7 @@ TORCH = Framework(
         find_group, framework=torch, distributed=dist, mesh_class=DeviceMesh, control_of=control_of
     ),
     reject_param=reject_param,
+    reject_overlap=lambda: None,
     reject_optimizer=reject_optimizer,
     enable_grad=torch.enable_grad,
     empty_on_cpu=empty_on_cpu,

@@ -107,8 +107,12 @@ class BackwardStep:
             ranks = [section.rank for section in bucket.plan.sections if section.slots]
             self._window.launch(partial(launch_exchange, self._group, bucket, ranks))
 
-    def finish(self) -> None:
-        """Wait for all exchanges; raise on every rank if an update failed on one. Collective."""
+    def finish(self, *, tracks_gradients: bool = True) -> None:
+        """Wait for all exchanges; raise on every rank if an update failed on one. Collective.
+
+        Args:
+            tracks_gradients: Whether gradients are final by now, so that a later change of one is an error.
+        """
         if self._options is None:
             return
         error, self._error = self._error, None
@@ -117,7 +121,9 @@ class BackwardStep:
         copy_options(self._local_optimizer.param_groups, self._param_groups())
         settle(self._group, error, doing="the local optimizer's step() inside backward")
         self._num_unconfirmed += 1
-        self._gradients = [(p.grad, p.grad._version) for p in self._params if p.grad is not None]
+        if tracks_gradients:
+            gradients = [param.grad for param in self._params]
+            self._gradients = [(g, g._version) for g in gradients if g is not None]
         self._after()
 
     def confirm(self) -> None:
