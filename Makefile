@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 RANKS ?= 2
 
-.PHONY: demo test lint unit clean
+.PHONY: demo digits test lint unit clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -12,6 +12,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 demo: $(VENV)/installed  ## Train a small GPT on two processes and show the memory saved
 	$(BIN)/python examples/train_gpt.py --ranks $(RANKS) $(ARGS)
+
+digits: $(VENV)/installed  ## Train a classifier of handwritten digits with TensorPlay on two processes
+	$(BIN)/python examples/tensorplay_digits.py --ranks $(RANKS) $(ARGS)
 
 test: lint unit  ## Everything CI runs
 
