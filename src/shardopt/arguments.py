@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from shardopt.frameworks import Framework
 from shardopt.sharding import Sharding
 
+logger = logging.getLogger(__name__)
+
 
 def name_of(optimizer_class: Any) -> str:
     """How messages call the wrapped class, or whatever callable makes the optimizer."""
     return str(getattr(optimizer_class, "__qualname__", type(optimizer_class).__name__))
+
+
+def policy_facts(
+    optimizer_class: Any, sharding: Sharding, *, has_views: bool, overlaps: bool
+) -> list[tuple[str, str]]:
+    """The arguments that ranks must share, as (label, value) pairs."""
+    return [
+        ("optimizer_class", name_of(optimizer_class)),
+        ("parameters_as_bucket_view", str(has_views)),
+        ("overlap_with_ddp", str(overlaps)),
+        ("sharding", str(sharding)),
+    ]
 
 
 def require_possible(
@@ -35,6 +50,10 @@ def require_possible(
     """
     if reason := framework.reject_optimizer(optimizer_class):
         raise ValueError(f"optimizer_class: {reason}")
+    if overlaps and has_views:
+        logger.warning(
+            "parameters_as_bucket_view has no effect with overlap_with_ddp=True: DDP's buckets are exchanged"
+        )
     if overlaps and (reason := framework.reject_overlap()):
         raise ValueError(f"overlap_with_ddp=True: {reason}")
     if overlaps and sharding != Sharding(bucket_mb=sharding.bucket_mb):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ClassVar
 
-from shardopt.arguments import name_of, require_possible
-from shardopt.checkpoint import collect_full, load_full, map_tensors
+from shardopt.arguments import name_of, policy_facts, require_possible
+from shardopt.checkpoint import collect_full, load_full, map_tensors, require_target
 from shardopt.collectives import raise_together
 from shardopt.errors import NotConsolidatedError, OverlapError
 from shardopt.frameworks import Framework
@@ -17,15 +16,12 @@ from shardopt.param_groups import read_param_group, read_param_groups
 from shardopt.sharding import Sharding
 from shardopt.shards import Shards
 from shardopt.step import (
-    MSG_GRAD_SCALER,
     BackwardStep,
     EvaluatedClosure,
     LossScale,
     copy_options,
 )
 from shardopt.stepper import Stepper
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_SHARDING = Sharding()
 
@@ -68,35 +64,17 @@ class ShardedOptimizer:
         self._group = self.framework.find_group(process_group)
         self._sharding = sharding
         self._snapshot: dict[str, Any] | None = None
-        if parameters_as_bucket_view and overlap_with_ddp:
-            logger.warning(
-                "parameters_as_bucket_view has no effect with overlap_with_ddp=True: DDP's buckets are exchanged"
-            )
+        modes = {"has_views": parameters_as_bucket_view, "overlaps": overlap_with_ddp}
         with raise_together(self._group, doing="making the optimizer"):
-            require_possible(
-                self.framework,
-                optimizer_class,
-                sharding,
-                has_views=parameters_as_bucket_view,
-                overlaps=overlap_with_ddp,
-            )
+            require_possible(self.framework, optimizer_class, sharding, **modes)
             groups = read_param_groups(params, self.framework)
             super().__init__(groups, dict(defaults))  # type: ignore[call-arg]
-        policy = [
-            ("optimizer_class", name_of(optimizer_class)),
-            ("parameters_as_bucket_view", str(parameters_as_bucket_view)),
-            ("overlap_with_ddp", str(overlap_with_ddp)),
-            ("sharding", str(sharding)),
-        ]
-        self.shards = Shards(
-            self._group,
-            self.framework,
-            sharding,
-            has_views=parameters_as_bucket_view and not overlap_with_ddp,
-        )
+        has_views = parameters_as_bucket_view and not overlap_with_ddp
+        self.shards = Shards(self._group, self.framework, sharding, has_views=has_views)
+        policy = policy_facts(optimizer_class, sharding, **modes)
         self.shards.admit(self.param_groups, self.shards.plan(self.param_groups, policy))
         try:
-            with raise_together(self._group, doing=f"making the local {policy[0][1]}"):
+            with raise_together(self._group, doing=f"making the local {name_of(optimizer_class)}"):
                 self.optim = optimizer_class(
                     self.shards.local_groups(self.param_groups), **defaults
                 )
@@ -206,13 +184,9 @@ class ShardedOptimizer:
             params=self.shards.params,
             owners=self.shards.owners,
             plan=self.shards.buckets_for,
-            before=self._before_backward_step,
-            after=partial(self.framework.fire_step_hooks, self, before=False),
+            require_intact=self.shards.require_intact,
+            fire_hooks=partial(self.framework.fire_step_hooks, self),
         )
-
-    def _before_backward_step(self) -> None:
-        self.shards.require_intact()
-        self.framework.fire_step_hooks(self, before=True)
 
     def _confirm_backward_step(self, closure: Any) -> Any:
         loss = None
@@ -220,15 +194,13 @@ class ShardedOptimizer:
             with self.framework.enable_grad():
                 loss = closure()
         assert self.backward_step is not None
-        if LossScale.of(self).found_inf is not None:
-            raise OverlapError(MSG_GRAD_SCALER)
-        self.backward_step.confirm()
+        self.backward_step.confirm(LossScale.of(self))
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, as the framework's ``Optimizer`` does. Local."""
         if self.backward_step is not None:
-            self.backward_step.require_unchanged_gradients()
+            self.backward_step.before_zero_grad()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     # --- State dicts ------------------------------------------------------------------------------------------
@@ -242,7 +214,8 @@ class ShardedOptimizer:
         Raises:
             ValueError: ``to`` is no rank of the group, or not equal on all ranks.
         """
-        self._snapshot = None
+        require_target(self._group, to)
+        self._snapshot = None  # before the next one is collected, so that there are never two
         self._snapshot = collect_full(
             self._group,
             self.optim,

@@ -40,4 +40,5 @@ def backward_step_of(
                 f"zero: param {index}, {tuple(param.shape)}, is no parameter of ddp, so no hook would update it; "
                 "give it an optimizer of its own"
             )
+    step.drive()
     return step

@@ -80,7 +80,7 @@ WRONG_PARAMS: dict[str, tuple[Any, str]] = {
     ),
     "a set": (
         lambda: [{"params": set(_params((2,)))}],
-        "TypeError: param group: its params are a set",
+        "TypeError: params: got a set",
     ),
     "a sparse tensor": (
         lambda: [torch.sparse_coo_tensor(size=(2, 3), check_invariants=False)],

@@ -343,6 +343,16 @@ def test_step_without_an_update_in_backward_raises() -> None:
 
 
 @run_ranks(1, 2)
+def test_zero_grad_without_a_hook_raises_before_gradients_are_lost() -> None:
+    model = ddp(make_model())
+    zero = sharded(model.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+    zero.zero_grad()
+    loss_of(model, 0).backward()
+    with pytest.raises(OverlapError, match="no update happened in backward since the last one"):
+        zero.zero_grad()
+
+
+@run_ranks(1, 2)
 def test_step_evaluates_a_closure_whose_backward_updates() -> None:
     model, zero = overlapped(make_model(), "after", torch.optim.SGD, lr=0.1)
 

@@ -7,7 +7,7 @@ State dicts are plain data, keyed and ordered as the unsharded optimizer does it
 """
 
 from shardopt.checkpoint.consolidate import consolidate
-from shardopt.checkpoint.full import collect_full, load_full
+from shardopt.checkpoint.full import collect_full, load_full, require_target
 from shardopt.checkpoint.load import local_part, state_facts, validate
 from shardopt.checkpoint.skeleton import map_tensors
 from shardopt.checkpoint.state_dict import full_state_dict, renumber, whole_group
@@ -20,6 +20,7 @@ __all__ = [
     "local_part",
     "map_tensors",
     "renumber",
+    "require_target",
     "state_facts",
     "validate",
     "whole_group",

@@ -15,6 +15,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def require_target(group: Group, to: int) -> None:
+    """Raise on all ranks unless they name the same rank of the group. Collective.
+
+    Raises:
+        RankMismatchError: They name different ones.
+        ValueError: It is no rank of the group.
+    """
+    require_equal(group, [("to", repr(to))], subject="consolidate_state_dict()")
+    if to not in range(group.world_size):
+        raise ValueError(f"to: expected a rank in [0, {group.world_size}), got {to!r}")
+
+
 def collect_full(
     group: Group,
     local_optimizer: Any,
@@ -40,13 +52,7 @@ def collect_full(
         empty: Makes a flat CPU tensor from a numel and ``str(dtype)``.
         is_tensor: Whether a value is a tensor.
 
-    Raises:
-        RankMismatchError: Ranks name different receivers.
-        ValueError: ``to`` is no rank of the group.
     """
-    require_equal(group, [("to", repr(to))], subject="consolidate_state_dict()")
-    if to not in range(group.world_size):
-        raise ValueError(f"to: expected a rank in [0, {group.world_size}), got {to!r}")
     with raise_together(group, doing="state_dict() of the local optimizer"):
         local = local_optimizer.state_dict()
         mine = renumber(local, parts)

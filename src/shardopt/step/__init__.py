@@ -7,7 +7,7 @@ The order of collectives is the same on every rank, whatever each of them has to
 """
 
 from shardopt.step.agreement import Intent, agree
-from shardopt.step.backward import MSG_GRAD_SCALER, BackwardStep
+from shardopt.step.backward import BackwardStep
 from shardopt.step.catch_up import catch_up_gradients, catch_up_options
 from shardopt.step.closure import EvaluatedClosure
 from shardopt.step.exchange import equalize, exchange, launch_exchange
@@ -17,7 +17,6 @@ from shardopt.step.scaling import LossScale
 from shardopt.step.update import ShardUpdate, only_params
 
 __all__ = [
-    "MSG_GRAD_SCALER",
     "BackwardStep",
     "EvaluatedClosure",
     "Intent",

@@ -16,6 +16,7 @@ from shardopt.errors import OverlapError
 from shardopt.step.agreement import agree
 from shardopt.step.exchange import DEPTH, launch_exchange
 from shardopt.step.options import copy_options
+from shardopt.step.scaling import LossScale
 from shardopt.step.update import only_params
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ class BackwardStep:
         params: Sequence[Tensor],
         owners: Sequence[int],
         plan: Callable[[Sequence[int]], list[StagedBucket]],
-        before: Callable[[], None],
-        after: Callable[[], None],
+        require_intact: Callable[[], None],
+        fire_hooks: Callable[..., None],
     ) -> None:
         """Bind the pieces.
 
@@ -61,8 +62,8 @@ class BackwardStep:
             params: All parameters, by index.
             owners: The owner of each.
             plan: Returns buckets for some parameters, by index.
-            before: Called before the first update of a backward: checks and step pre-hooks.
-            after: Called when all replicas are equal again: step post-hooks.
+            require_intact: Raises if parameters are no longer what was planned for.
+            fire_hooks: Calls step pre-hooks with ``before=True``, post-hooks with ``before=False``.
         """
         self._group = group
         self._local_optimizer = local_optimizer
@@ -70,8 +71,9 @@ class BackwardStep:
         self._params = params
         self._owners = owners
         self._plan = plan
-        self._before = before
-        self._after = after
+        self._require_intact = require_intact
+        self._fire_hooks = fire_hooks
+        self._is_driven = False
         self._buckets_of: dict[tuple[int, ...], list[StagedBucket]] = {}
         self._options: list[dict[str, Any]] | None = None
         self._error: Exception | None = None
@@ -124,20 +126,36 @@ class BackwardStep:
         if tracks_gradients:
             gradients = [param.grad for param in self._params]
             self._gradients = [(g, g._version) for g in gradients if g is not None]
-        self._after()
+        self._fire_hooks(before=False)
 
-    def confirm(self) -> None:
+    def drive(self) -> None:
+        """Note that a hook was made that calls ``update`` and ``finish``."""
+        self._is_driven = True
+
+    def confirm(self, scale: LossScale) -> None:
         """Answer a call of ``step()`` from outside: the update has been made.
 
         Raises:
-            OverlapError: It has not, or gradients were changed since.
+            OverlapError: It has not, or gradients were changed since, or a GradScaler calls.
         """
+        if scale.found_inf is not None:
+            raise OverlapError(MSG_GRAD_SCALER)
         if not self._num_unconfirmed:
             raise OverlapError(MSG_NOT_UPDATED)
         self._num_unconfirmed = 0
-        self.require_unchanged_gradients()
+        self._require_unchanged_gradients()
 
-    def require_unchanged_gradients(self) -> None:
+    def before_zero_grad(self) -> None:
+        """Raise if gradients are about to be dropped that no hook has used, or that were changed after it did.
+
+        Raises:
+            OverlapError: Says what to register, or what to use instead.
+        """
+        if not self._is_driven and any(param.grad is not None for param in self._params):
+            raise OverlapError(MSG_NOT_UPDATED)
+        self._require_unchanged_gradients()
+
+    def _require_unchanged_gradients(self) -> None:
         """Raise if gradients were changed in place since the update that used them."""
         gradients, self._gradients = self._gradients, []
         if any(gradient._version != version for gradient, version in gradients):
@@ -147,7 +165,8 @@ class BackwardStep:
         """Agree, as a step outside of backward does, and remember the options that every part of it starts from."""
         error: Exception | None = None
         try:
-            self._before()
+            self._require_intact()
+            self._fire_hooks(before=True)
         except Exception as raised:
             error = raised
         agree(self._group, self._param_groups(), error=error)
