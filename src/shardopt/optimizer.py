@@ -16,6 +16,7 @@ from shardopt.param_groups import read_param_group, read_param_groups
 from shardopt.sharding import Sharding
 from shardopt.shards import Shards
 from shardopt.step import (
+    MSG_GRADIENTS_CHANGED,
     BackwardStep,
     EvaluatedClosure,
     LossScale,
@@ -138,7 +139,9 @@ class ShardedOptimizer:
             OverlapError: With ``overlap_with_ddp=True``: no update was made in backward, or gradients were changed after.
         """
         if self.backward_step is not None:
-            return self._confirm_backward_step(closure)
+            loss = self._evaluate(closure)
+            self.backward_step.confirm(LossScale.of(self))
+            return loss
         return self._hooked_step(closure, **kwargs)
 
     step.hooked = True  # type: ignore[attr-defined]  # Note [Step hooks]
@@ -153,15 +156,17 @@ class ShardedOptimizer:
         if work is not None:
             work.wait()
         if callable(closure):
-            with self.framework.enable_grad():
-                loss = closure()
-            closure = EvaluatedClosure(loss, self.shards.versions)
+            closure = EvaluatedClosure(self._evaluate(closure), self.shards.versions)
         arguments = kwargs if closure is None else {**kwargs, "closure": closure}
         return self._stepper.step(
             partial(self.optim.step, **arguments),
             scale=LossScale.of(self),
             is_in_join=self._is_in_join(),
         )
+
+    def _evaluate(self, closure: Any) -> Any:
+        with self.framework.enable_grad():
+            return closure() if callable(closure) else None
 
     def __getattr__(self, name: str) -> Any:
         """Offer what the local optimizer has beyond the common interface, e.g. ``train()`` and ``eval()``.
@@ -188,20 +193,45 @@ class ShardedOptimizer:
             fire_hooks=partial(self.framework.fire_step_hooks, self),
         )
 
-    def _confirm_backward_step(self, closure: Any) -> Any:
-        loss = None
-        if callable(closure):
-            with self.framework.enable_grad():
-                loss = closure()
-        assert self.backward_step is not None
-        self.backward_step.confirm(LossScale.of(self))
-        return loss
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, as the framework's ``Optimizer`` does. Local."""
         if self.backward_step is not None:
             self.backward_step.before_zero_grad()
+        self._stepper.forget_gradients()
         super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Any:
+        """Scale the gradients of all parameters so that their total norm is at most ``max_norm``. Collective.
+
+        With ``Sharding(gradients=True)`` this reduces them, which ``step()`` then need not do. The framework's own function
+        would see this rank's gradients only, before they are averaged. Otherwise it is the framework's own function.
+
+        Args:
+            max_norm: The largest norm allowed.
+            norm_type: p of the p-norm, above 0, or inf.
+            error_if_nonfinite: Raise if the norm is inf or NaN.
+
+        Returns:
+            The norm before scaling, 0-dim, equal on all ranks.
+
+        Raises:
+            RuntimeError: As asked for with ``error_if_nonfinite``, on every rank.
+            OverlapError: With ``overlap_with_ddp=True``: the update has been made already.
+        """
+        if self.backward_step is not None:
+            raise OverlapError(MSG_GRADIENTS_CHANGED)
+        if not norm_type > 0:
+            raise ValueError(f"norm_type: expected a number above 0, or inf, got {norm_type!r}")
+        if not self._sharding.gradients:
+            return self.framework.clip_grad_norm(
+                self.shards.params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            )
+        norm = self.framework.norm
+        return self._stepper.clip_grad_norm(
+            max_norm, norm_type, norm=norm, error_if_nonfinite=error_if_nonfinite
+        )
 
     # --- State dicts ------------------------------------------------------------------------------------------
 

@@ -211,6 +211,23 @@ class Shards:
                         "gradients (nn.Embedding(sparse=False)), or DDP and Sharding(gradients=False)"
                     )
 
+    def require_reduced_only(self) -> None:
+        """Raise if a backward added gradients after the reduction.
+
+        Raises:
+            RuntimeError: What to do instead.
+        """
+        for param, spec in zip(self.params, self.specs, strict=True):
+            if (
+                param.numel()
+                and param.grad is not None
+                and self.tensors.get(spec.index) is not param
+            ):
+                raise RuntimeError(
+                    f"{spec.label}: a backward added to its gradient after clip_grad_norm_() had reduced all of them; "
+                    "call clip_grad_norm_() once, after the last backward before step()"
+                )
+
     def buckets_for(self, indices: Sequence[int]) -> list[StagedBucket]:
         """Buckets, one per dtype and device, for whole parameters that are exchanged together."""
         specs = [self.specs[i] for i in indices]

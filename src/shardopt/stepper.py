@@ -17,7 +17,10 @@ from shardopt.step import (
     catch_up_options,
     copy_options,
     reduce_gradients,
+    scale_to,
+    total_norm,
 )
+from shardopt.step.clipping import Norm
 
 
 class Stepper:
@@ -46,6 +49,9 @@ class Stepper:
         self._local_optimizer = local_optimizer
         self._param_groups = param_groups
         self._reduces_gradients = reduces_gradients
+        self._used: list[bool] | None = (
+            None  # which parameters have a gradient, once those are reduced
+        )
 
     def step(
         self,
@@ -63,11 +69,7 @@ class Stepper:
             is_in_join: Whether other ranks may have run out of inputs; equal on every rank.
             is_joined: Whether this rank ran out of inputs.
         """
-        error: Exception | None = None
-        try:
-            self._shards.require_intact()
-        except Exception as raised:
-            error = raised
+        error = self._find_error()
         skip = scale.hand_over(
             self._group, self._local_optimizer, self._shards.params, in_kernel=not is_in_join
         )
@@ -75,6 +77,7 @@ class Stepper:
             self._group, self._param_groups(), error=error, skip=skip, is_joined=is_joined
         )
         if intent.is_skipped:
+            self.forget_gradients()
             return None
         self._bring_gradients(intent)
         copy_options(self._param_groups(), self._local_optimizer.param_groups)
@@ -83,9 +86,67 @@ class Stepper:
         copy_options(self._local_optimizer.param_groups, self._param_groups())
         scale.take_back(self._local_optimizer)
         update.finish(self._group, doing="the local optimizer's step()")
-        if self._reduces_gradients:
-            self._shards.drop_gradients()
+        self.forget_gradients()
         return loss
+
+    def clip_grad_norm(
+        self, max_norm: float, norm_type: float, *, norm: Norm, error_if_nonfinite: bool
+    ) -> Any:
+        """Reduce gradients and scale them to a total norm of at most ``max_norm``; returns the norm before. Collective.
+
+        Raises:
+            RuntimeError: On every rank, if asked for: the norm is inf or NaN; nothing was scaled.
+        """
+        shards = self._shards
+        agree(self._group, self._param_groups(), error=self._find_error())
+        used = self._reduce(has_inputs=True)
+        total = total_norm(
+            self._group,
+            shards.params,
+            shards.specs,
+            shards.parts,
+            shards.tensors,
+            used=used,
+            norm_type=norm_type,
+            norm=norm,
+        )
+        if error_if_nonfinite and not (total - total == 0).item():
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of the gradients is {total.item()}; "
+                "pass error_if_nonfinite=False to clip all the same"
+            )
+        scale_to(total, shards.tensors, max_norm=max_norm)
+        return total
+
+    def forget_gradients(self) -> None:
+        """Drop reduced gradients: they were used, or are not wanted."""
+        if self._reduces_gradients:
+            self._used = None
+            self._shards.drop_gradients()
+
+    def _find_error(self) -> Exception | None:
+        """Why this rank cannot step."""
+        try:
+            self._shards.require_intact()
+            if self._used is not None:
+                self._shards.require_reduced_only()
+        except Exception as raised:
+            return raised
+        return None
+
+    def _reduce(self, *, has_inputs: bool) -> list[bool]:
+        """Average gradients, unless that was done since the last step. Collective."""
+        shards = self._shards
+        if self._used is None:
+            self._used = reduce_gradients(
+                self._group,
+                shards.gradient_buckets,
+                shards.params,
+                shards.parts,
+                shards.tensors,
+                has_inputs=has_inputs,
+            )
+        return self._used
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the local optimizer; if it changes parameters or options, the ranks exchange and settle.
@@ -112,14 +173,7 @@ class Stepper:
         shards = self._shards
         catch_up_options(self._group, intent, self._param_groups())
         if self._reduces_gradients:
-            reduce_gradients(
-                self._group,
-                shards.gradient_buckets,
-                shards.params,
-                shards.parts,
-                shards.tensors,
-                has_inputs=self._group.rank in intent.active,
-            )
+            self._reduce(has_inputs=self._group.rank in intent.active)
         else:
             parts_by_rank = {rank: shards.parts_of(rank) for rank in intent.joined}
             catch_up_gradients(self._group, intent, shards.params, parts_by_rank)

@@ -239,3 +239,109 @@ def test_a_sparse_gradient_is_refused_on_every_rank() -> None:
     table(torch.tensor([1, 2])).sum().backward()
     texts = raises_everywhere(zero.step)
     assert all("param 0: its gradient is sparse" in t for t in texts)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("policy", POLICIES)
+@run_ranks(1, 2, 3)
+def test_clipping_equals_the_unsharded_and_returns_the_same_norm_on_all_ranks(
+    policy: str, norm_type: float
+) -> None:
+    """Whole parameters: to the bit. Parts: norms are summed in another order, over fewer than 300 elements; each of
+    at most 300 additions rounds by at most half a unit, so 300 eps bounds the relative error of a sum of powers, and
+    with it that of the norm and of a step taken with it."""
+    reference, model = make_model(), make_model()
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    zero = sharded(model.parameters(), torch.optim.SGD, lr=0.1, **POLICIES[policy])
+    for step in range(3):
+        plain.zero_grad()
+        loss_of(reference, step).backward()
+        average_in_rank_order(reference)
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01, norm_type)
+        plain.step()
+        zero.zero_grad()
+        loss_of(model, step).backward()
+        norm = zero.clip_grad_norm_(0.01, norm_type)
+        zero.step()
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, norm)
+        assert_equal(everyone, [everyone[0]] * dist.get_world_size())
+        if "element" in policy:
+            bound = 300 * torch.finfo(torch.float32).eps
+            torch.testing.assert_close(norm, expected, rtol=bound, atol=0)
+            for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(param, other, rtol=0, atol=3 * bound * 0.1 * 0.01)
+        else:
+            assert_equal(norm, expected)
+            assert_same_params(model, reference)
+
+
+@run_ranks(2, 3)
+def test_clipping_with_unused_params_equals_the_unsharded_to_the_bit() -> None:
+    reference, model = make_model(), make_model()
+    zero = sharded(model.parameters(), torch.optim.SGD, lr=0.1, sharding=Sharding(gradients=True))
+    for trained in (reference, model):
+        loss_of(trained, 0).backward()
+        list(trained.parameters())[1].grad = None
+    average_in_rank_order(reference)
+    assert_equal(zero.clip_grad_norm_(0.01), nn.utils.clip_grad_norm_(reference.parameters(), 0.01))
+
+
+@run_ranks(1, 2)
+def test_clipping_without_sharded_gradients_is_the_frameworks_own() -> None:
+    reference, model = ddp(make_model()), ddp(make_model())
+    zero = sharded(model.parameters(), torch.optim.SGD, lr=0.1)
+    loss_of(reference, 0).backward()
+    loss_of(model, 0).backward()
+    assert_equal(zero.clip_grad_norm_(0.01), nn.utils.clip_grad_norm_(reference.parameters(), 0.01))
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_equal(param.grad, other.grad)
+
+
+@run_ranks(1, 2, 3)
+def test_a_norm_that_is_not_finite_raises_on_every_rank_if_asked_to() -> None:
+    model = make_model()
+    zero = sharded(model.parameters(), torch.optim.SGD, lr=0.1, sharding=Sharding(gradients=True))
+    loss_of(model, 0).backward()
+    if dist.get_rank() == 0:
+        next(model.parameters()).grad[0, 0] = torch.inf
+    texts = raises_everywhere(lambda: zero.clip_grad_norm_(1.0, error_if_nonfinite=True))
+    assert all(
+        "RuntimeError: the total norm of order 2.0 of the gradients is inf" in t for t in texts
+    )
+
+
+@run_ranks(2, 3)
+def test_a_backward_between_clipping_and_step_raises_on_every_rank() -> None:
+    model = make_model()
+    zero = sharded(model.parameters(), torch.optim.SGD, lr=0.1, sharding=Sharding(gradients=True))
+    loss_of(model, 0).backward()
+    zero.clip_grad_norm_(1.0)
+    loss_of(model, 1).backward()
+    texts = raises_everywhere(zero.step)
+    assert all("a backward added to its gradient after clip_grad_norm_()" in t for t in texts)
+    zero.zero_grad()
+    loss_of(model, 1).backward()
+    zero.step()
+
+
+@run_ranks(2)
+def test_clipping_after_unscaling_equals_the_unsharded() -> None:
+    def run(model: nn.Module, optimizer: Any, clip: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        for step in range(3):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step)).backward()
+            scaler.unscale_(optimizer)
+            clip()
+            scaler.step(optimizer)
+            scaler.update()
+
+    reference, model = ddp(make_model()), make_model()
+    plain = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    zero = sharded(
+        model.parameters(), torch.optim.AdamW, lr=0.01, sharding=Sharding(gradients=True)
+    )
+    run(reference, plain, lambda: nn.utils.clip_grad_norm_(reference.parameters(), 0.01))
+    run(model, zero, lambda: zero.clip_grad_norm_(0.01))
+    assert_same_params(model, reference.module)

@@ -92,8 +92,8 @@ class Group(Protocol):
     def recv(self, tensor: Tensor, *, src: int) -> Pending:
         """Launch receiving into ``tensor``, (N,) contiguous on the CPU, from rank ``src``, which calls ``send``."""
 
-    def all_reduce_max(self, tensor: Tensor) -> None:
-        """Replace ``tensor`` by its element-wise maximum over ranks. Collective; the host does not wait on a GPU."""
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
+        """Replace ``tensor`` by its sum, or maximum, over ranks. Collective; the host does not wait on a GPU."""
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Return the values of every rank, each in the range of int64, equally many on each. Collective."""
@@ -131,7 +131,7 @@ class LoneRank:
         """Not possible: there is no other rank."""
         raise AssertionError("a lone rank has no peer")
 
-    def all_reduce_max(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         """Leave ``tensor`` as it is."""
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
@@ -210,10 +210,12 @@ class RankGroup:
         work = self._distributed.irecv(wire, src=self._global_ranks[src], group=self._control)
         return Pending([work], [wire])
 
-    def all_reduce_max(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         """Run one all-reduce."""
         group = self._control if tensor.device.type == "cpu" else self.process_group
-        self._distributed.all_reduce(tensor, op=self._distributed.ReduceOp.MAX, group=group)
+        operators = self._distributed.ReduceOp
+        operator = operators.MAX if maximum else operators.SUM
+        self._distributed.all_reduce(tensor, op=operator, group=group)
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Run one all-gather of a small CPU tensor."""

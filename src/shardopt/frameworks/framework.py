@@ -28,6 +28,8 @@ class Framework:
         empty_on_cpu: Makes a flat CPU tensor from a numel and ``str(dtype)``.
         fire_step_hooks: Calls the step pre-hooks (``before=True``) or post-hooks of an optimizer, global ones included.
         is_elementwise: Whether an optimizer class is known to update every element on its own.
+        norm: (tensor, p) -> its p-norm, 0-dim, bitwise as the framework's ``clip_grad_norm_`` takes it.
+        clip_grad_norm: The framework's ``clip_grad_norm_``.
         make_param: Makes a leaf parameter in the memory of a flat tensor.
         init_joinable: ``Joinable.__init__``.
         notify_join: Tells the framework's ``Join`` that this rank has inputs; returns work to wait for, or None.
@@ -45,6 +47,8 @@ class Framework:
     empty_on_cpu: Callable[[int, str], Any]
     fire_step_hooks: Callable[..., None]
     is_elementwise: Callable[[Any], bool]
+    norm: Callable[[Any, float], Any]
+    clip_grad_norm: Callable[..., Any]
     make_param: Callable[[Any], Any]
     init_joinable: Callable[[Any], None]
     notify_join: Callable[[Any], Any]

@@ -104,6 +104,8 @@ TENSORPLAY = Framework(
         global_after=tensorplay_optimizer._global_optimizer_post_hooks,
     ),
     is_elementwise=partial(is_elementwise, optim=tensorplay.optim),
+    norm=tensorplay.linalg.vector_norm,
+    clip_grad_norm=tensorplay.nn.utils.clip_grad_norm_,
     make_param=make_param,
     init_joinable=Joinable.__init__,
     notify_join=Join.notify_join_context,

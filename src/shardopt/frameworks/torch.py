@@ -81,6 +81,8 @@ TORCH = Framework(
         global_after=torch_optimizer._global_optimizer_post_hooks,
     ),
     is_elementwise=partial(is_elementwise, optim=torch.optim),
+    norm=torch.linalg.vector_norm,
+    clip_grad_norm=torch.nn.utils.clip_grad_norm_,
     make_param=torch.nn.Parameter,
     init_joinable=Joinable.__init__,
     notify_join=Join.notify_join_context,

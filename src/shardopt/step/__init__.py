@@ -2,13 +2,15 @@
 
 ``reduction`` averages gradients where nobody else does, ``options`` keeps the hyperparameters of the whole and of the local optimizer equal, ``agreement`` compares what ranks
 intend before anything is updated, ``update`` runs the local optimizer and settles its errors, ``exchange`` moves the
-parameters, ``catch_up`` gives ranks without inputs what they need to take part, ``scaling`` speaks to GradScaler.
+parameters, ``catch_up`` gives ranks without inputs what they need to take part, ``scaling`` speaks to GradScaler,
+``clipping`` takes norms over ranks.
 The order of collectives is the same on every rank, whatever each of them has to update.
 """
 
 from shardopt.step.agreement import Intent, agree
-from shardopt.step.backward import BackwardStep
+from shardopt.step.backward import MSG_GRADIENTS_CHANGED, BackwardStep
 from shardopt.step.catch_up import catch_up_gradients, catch_up_options
+from shardopt.step.clipping import scale_to, total_norm
 from shardopt.step.closure import EvaluatedClosure
 from shardopt.step.exchange import equalize, exchange, launch_exchange
 from shardopt.step.options import copy_options
@@ -17,6 +19,7 @@ from shardopt.step.scaling import LossScale
 from shardopt.step.update import ShardUpdate, only_params
 
 __all__ = [
+    "MSG_GRADIENTS_CHANGED",
     "BackwardStep",
     "EvaluatedClosure",
     "Intent",
@@ -32,4 +35,6 @@ __all__ = [
     "launch_exchange",
     "only_params",
     "reduce_gradients",
+    "scale_to",
+    "total_norm",
 ]

@@ -32,7 +32,7 @@ def reduce_gradients(
     tensors: Mapping[int, Tensor],
     *,
     has_inputs: bool,
-) -> None:
+) -> list[bool]:
     """Average gradients over ranks and leave each rank those of what it owns. Collective.
 
     A parameter without gradient on some ranks gets zeros from them; without gradient on any rank it keeps none, as under
@@ -45,6 +45,9 @@ def reduce_gradients(
         parts: What this rank owns.
         tensors: What its local optimizer updates, by parameter index.
         has_inputs: Whether this rank's gradients are of this step; a rank that ran out of inputs contributes zeros.
+
+    Returns:
+        For each parameter whether any rank had a gradient for it.
     """
     present = [has_inputs and param.grad is not None for param in params]
     used = agree_on_gradients(group, present)
@@ -58,6 +61,7 @@ def reduce_gradients(
         if used[part.param] and part.param in bucket_of:
             reduced = bucket_of[part.param].reduced(part.param, is_whole=part.is_whole)
             tensors[part.param].grad = reduced
+    return used
 
 
 def _launch(group: Group, bucket: GradientBucket, present: Sequence[bool]) -> Finish:

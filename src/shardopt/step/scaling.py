@@ -53,7 +53,7 @@ class LossScale:
         if self.found_inf is None:
             return False
         if in_kernel and getattr(local_optimizer, "_step_supports_amp_scaling", False):
-            group.all_reduce_max(self.found_inf)
+            group.all_reduce(self.found_inf, maximum=True)
             local_optimizer.grad_scale = self.grad_scale
             local_optimizer.found_inf = self.found_inf
             return False
