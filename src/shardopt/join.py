@@ -12,23 +12,25 @@ in the order of the list it was given, so a sharded optimizer that stands before
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
 class ShadowStep:
     """The hook that a sharded optimizer gives to ``Join``."""
 
-    def __init__(self, optimizer: Any) -> None:
-        """Act for ``optimizer``."""
-        self._optimizer = optimizer
+    def __init__(self, step: Callable[[], Any], leave: Callable[[], None]) -> None:
+        """Bind what takes part in a step of the other ranks, and what tells the optimizer that ``Join`` is over."""
+        self._step = step
+        self._leave = leave
 
     def main_hook(self) -> None:
         """Take part in a step of the ranks that still have inputs."""
-        self._optimizer.shadow_step()
+        self._step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Stop announcing steps; the replicas are equal already."""
-        self._optimizer.leave_join()
+        self._leave()
 
 
 def stand_last(optimizer: Any, is_sharded: Any) -> Any:

@@ -161,7 +161,7 @@ class ShardedOptimizer:
         return self._stepper.step(
             partial(self.optim.step, **arguments),
             scale=LossScale.of(self),
-            is_in_join=self._is_in_join(),
+            is_in_join=bool(self._join_config.enable),
         )
 
     def _evaluate(self, closure: Any) -> Any:
@@ -228,9 +228,8 @@ class ShardedOptimizer:
             return self.framework.clip_grad_norm(
                 self.shards.params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
             )
-        norm = self.framework.norm
         return self._stepper.clip_grad_norm(
-            max_norm, norm_type, norm=norm, error_if_nonfinite=error_if_nonfinite
+            max_norm, norm_type, self.framework.norm, error_if_nonfinite
         )
 
     # --- State dicts ------------------------------------------------------------------------------------------
@@ -329,7 +328,14 @@ class ShardedOptimizer:
             raise OverlapError(
                 "Join cannot be combined with overlap_with_ddp=True; use overlap_with_ddp=False for uneven inputs"
             )
-        return self.framework.shadow_step(self)
+        shadow = partial(
+            self._stepper.step,
+            self.optim.step,
+            scale=LossScale(None, None),
+            is_in_join=True,
+            is_joined=True,
+        )
+        return self.framework.shadow_step(shadow, self._leave_join)
 
     @property
     def join_device(self) -> Any:
@@ -341,15 +347,5 @@ class ShardedOptimizer:
         """The sharding group, for the collectives of ``Join``."""
         return self._group.process_group
 
-    def shadow_step(self) -> None:
-        """Take part in a step of ranks that have inputs while this one has none. Collective."""
-        self._stepper.step(
-            self.optim.step, scale=LossScale.of(self), is_in_join=True, is_joined=True
-        )
-
-    def leave_join(self) -> None:
-        """Stop announcing steps to ``Join``. Local."""
+    def _leave_join(self) -> None:
         self._join_config = self._join_config._replace(enable=False)
-
-    def _is_in_join(self) -> bool:
-        return bool(self._join_config.enable)

@@ -90,7 +90,7 @@ class Stepper:
         return loss
 
     def clip_grad_norm(
-        self, max_norm: float, norm_type: float, *, norm: Norm, error_if_nonfinite: bool
+        self, max_norm: float, norm_type: float, norm: Norm, error_if_nonfinite: bool
     ) -> Any:
         """Reduce gradients and scale them to a total norm of at most ``max_norm``; returns the norm before. Collective.
 

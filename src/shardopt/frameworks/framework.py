@@ -33,7 +33,7 @@ class Framework:
         make_param: Makes a leaf parameter in the memory of a flat tensor.
         init_joinable: ``Joinable.__init__``.
         notify_join: Tells the framework's ``Join`` that this rank has inputs; returns work to wait for, or None.
-        shadow_step: Makes the framework's ``JoinHook`` for an optimizer.
+        shadow_step: Makes the framework's ``JoinHook`` of what takes part in a step and what ends it.
     """
 
     name: str
@@ -52,4 +52,4 @@ class Framework:
     make_param: Callable[[Any], Any]
     init_joinable: Callable[[Any], None]
     notify_join: Callable[[Any], Any]
-    shadow_step: Callable[[Any], Any]
+    shadow_step: Callable[[Callable[[], Any], Callable[[], None]], Any]
