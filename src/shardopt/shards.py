@@ -184,6 +184,22 @@ class Shards:
         """The version counters of what this rank updates."""
         return [tensor._version for tensor in self.tensors.values()]
 
+    def updating_sections(self) -> list[bool]:
+        """For each bucket whether a parameter in this rank's section has a gradient."""
+        return [
+            any(
+                self.params[slot.param].grad is not None for slot in sections[self.group.rank].slots
+            )
+            for sections in (bucket.plan.sections for bucket in self.buckets)
+        ]
+
+    def sections_with(self, used: Sequence[bool]) -> list[list[int]]:
+        """For each bucket the ranks whose section holds a parameter for which ``used`` is set."""
+        return [
+            [s.rank for s in bucket.plan.sections if any(used[slot.param] for slot in s.slots)]
+            for bucket in self.buckets
+        ]
+
     def pass_gradients(self) -> None:
         """Let each part of a parameter see its part of the gradient; a whole parameter has it already."""
         for part in self.parts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -74,18 +74,23 @@ class Stepper:
             self._group, self._local_optimizer, self._shards.params, in_kernel=not is_in_join
         )
         intent = agree(
-            self._group, self._param_groups(), error=error, skip=skip, is_joined=is_joined
+            self._group,
+            self._param_groups(),
+            error=error,
+            skip=skip,
+            is_joined=is_joined,
+            updates=self._shards.updating_sections(),
         )
         if intent.is_skipped:
             self.forget_gradients()
             return None
-        self._bring_gradients(intent)
+        updating = self._bring_gradients(intent)
         copy_options(self._param_groups(), self._local_optimizer.param_groups)
         update = self._start_update()
         loss = update.run(step_local)
         copy_options(self._local_optimizer.param_groups, self._param_groups())
         scale.take_back(self._local_optimizer)
-        update.finish(self._group, doing="the local optimizer's step()")
+        update.finish(self._group, expected=updating, doing="the local optimizer's step()")
         self.forget_gradients()
         return loss
 
@@ -168,13 +173,18 @@ class Stepper:
     def _start_update(self) -> ShardUpdate:
         return ShardUpdate(self._group.rank, self._shards.buckets, self._shards.tensors)
 
-    def _bring_gradients(self, intent: Intent) -> None:
-        """Let the local optimizer see this step's gradients of what this rank owns. Collective."""
+    def _bring_gradients(self, intent: Intent) -> Sequence[Sequence[int]]:
+        """Let the local optimizer see this step's gradients of what this rank owns. Collective.
+
+        Returns:
+            For each bucket the ranks whose sections will be updated.
+        """
         shards = self._shards
         catch_up_options(self._group, intent, self._param_groups())
         if self._reduces_gradients:
-            self._reduce(has_inputs=self._group.rank in intent.active)
-        else:
-            parts_by_rank = {rank: shards.parts_of(rank) for rank in intent.joined}
-            catch_up_gradients(self._group, intent, shards.params, parts_by_rank)
-            shards.pass_gradients()
+            used = self._reduce(has_inputs=self._group.rank in intent.active)
+            return shards.sections_with(used)
+        parts_by_rank = {rank: shards.parts_of(rank) for rank in intent.joined}
+        catch_up_gradients(self._group, intent, shards.params, parts_by_rank)
+        shards.pass_gradients()
+        return intent.updating

@@ -95,8 +95,15 @@ class Group(Protocol):
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         """Replace ``tensor`` by its sum, or maximum, over ranks. Collective; the host does not wait on a GPU."""
 
+    def launch_all_gather_ints(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
+        """Launch gathering the values of every rank, each in the range of int64, equally many on each. Collective.
+
+        Returns:
+            What waits for them and returns them by rank; to be called once.
+        """
+
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """Return the values of every rank, each in the range of int64, equally many on each. Collective."""
+        """Gather the values of every rank and wait for them. Collective."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return a small picklable value of every rank. Collective."""
@@ -133,6 +140,10 @@ class LoneRank:
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
         """Leave ``tensor`` as it is."""
+
+    def launch_all_gather_ints(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
+        """Return what returns this rank's values."""
+        return lambda: [list(values)]
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Return this rank's values."""
@@ -217,12 +228,22 @@ class RankGroup:
         operator = operators.MAX if maximum else operators.SUM
         self._distributed.all_reduce(tensor, op=operator, group=group)
 
-    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """Run one all-gather of a small CPU tensor."""
+    def launch_all_gather_ints(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
+        """Launch one all-gather of a small CPU tensor."""
         mine = self._framework.tensor(list(values), dtype=self._framework.int64)
         everyone = [self._framework.empty_like(mine) for _ in range(self.world_size)]
-        self._distributed.all_gather(everyone, mine, group=self._control)
-        return [[int(value) for value in theirs.tolist()] for theirs in everyone]
+        work = self._distributed.all_gather(everyone, mine, group=self._control, async_op=True)
+        pending = Pending([work], [mine, *everyone])
+
+        def wait() -> list[list[int]]:
+            pending.wait()
+            return [[int(value) for value in theirs.tolist()] for theirs in everyone]
+
+        return wait
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Run one all-gather of a small CPU tensor."""
+        return self.launch_all_gather_ints(values)()
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Pickle and gather; for small metadata and on the way to an exception only."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardopt.collectives import Group, digest, option_facts, raise_as_settled, require_equal
+from shardopt.step.flags import pack_flags, ranks_by_flag, unpack_flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +18,13 @@ class Intent:
         is_skipped: A rank found an inf or NaN in its gradients, so no rank updates.
         joined: Ranks that ran out of inputs and take part only for their shards.
         active: The other ranks; never empty.
+        updating: For each bucket the ranks that have a gradient for something in their section.
     """
 
     is_skipped: bool
     joined: tuple[int, ...]
     active: tuple[int, ...]
+    updating: tuple[tuple[int, ...], ...]
 
 
 def agree(
@@ -31,6 +34,7 @@ def agree(
     error: Exception | None = None,
     skip: bool = False,
     is_joined: bool = False,
+    updates: Sequence[bool] = (),
 ) -> Intent:
     """Compare options and settle errors before anything is updated. Collective.
 
@@ -40,17 +44,20 @@ def agree(
         error: Why this rank cannot step, or None.
         skip: Whether this rank wants the update skipped.
         is_joined: Whether this rank ran out of inputs.
+        updates: For each bucket whether this rank has a gradient for something in its section.
 
     Raises:
         Exception: As ``settle``, where ``error`` is set on any rank.
         RankMismatchError: Options differ; without this every shard would be trained with its owner's options.
     """
     mine = digest(option_facts(param_groups))
-    flags = group.all_gather_ints([int(error is not None), int(skip), int(is_joined), mine])
-    if any(failed for failed, _, _, _ in flags):
+    words = group.all_gather_ints(
+        [int(error is not None), int(skip), int(is_joined), mine, *pack_flags(updates)]
+    )
+    if any(failed for failed, *_ in words):
         raise_as_settled(group, error, doing="preparing the step")
-    active = tuple(rank for rank, (_, _, joined, _) in enumerate(flags) if not joined)
-    if len({flags[rank][3] for rank in active}) > 1:
+    active = tuple(rank for rank, (_, _, joined, *_) in enumerate(words) if not joined)
+    if len({words[rank][3] for rank in active}) > 1:
         facts = [] if is_joined else option_facts(param_groups)
         require_equal(
             group,
@@ -59,7 +66,10 @@ def agree(
             ranks=active,
         )
     return Intent(
-        is_skipped=any(skips for _, skips, _, _ in flags),
+        is_skipped=any(skips for _, skips, *_ in words),
         joined=tuple(rank for rank in range(group.world_size) if rank not in active),
         active=active,
+        updating=ranks_by_flag(
+            [unpack_flags(packed, len(updates)) for _, _, _, _, *packed in words]
+        ),
     )

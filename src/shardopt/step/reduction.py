@@ -10,7 +10,7 @@ from shardopt.buffers import GradientBucket
 from shardopt.collectives import Finish, Group, run_windowed
 from shardopt.partition import Part
 from shardopt.step.exchange import DEPTH
-from shardopt.step.update import pack_flags, unpack_flags
+from shardopt.step.flags import pack_flags, unpack_flags
 
 if TYPE_CHECKING:
     from torch import Tensor

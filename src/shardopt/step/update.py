@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shardopt.buffers import ParamBucket
 from shardopt.collectives import Group, raise_as_settled
 from shardopt.step.exchange import exchange
+from shardopt.step.flags import pack_flags, ranks_by_flag, unpack_flags
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
-
-FLAGS_PER_INT = 62
-"""Flags packed into one int64, with room to spare for the sign."""
 
 
 class ShardUpdate:
@@ -49,23 +47,36 @@ class ShardUpdate:
         """Whether a version counter moved."""
         return self._owned_versions() != self._versions
 
-    def finish(self, group: Group, *, doing: str) -> None:
+    def finish(
+        self, group: Group, *, expected: Sequence[Sequence[int]] | None = None, doing: str
+    ) -> None:
         """Exchange what any rank changed, then raise on all ranks if ``run`` failed on one. Collective.
 
         The exchange comes first, so that the replicas are equal even after an exception.
+
+        Args:
+            group: The sharding group.
+            expected: For each bucket the ranks whose sections are known to be updated, equal on every rank; they travel
+                while the ranks report on what else changed. None where nothing is known.
+            doing: What was being done, for messages on other ranks.
         """
+        known = expected if expected is not None else [()] * len(self._buckets)
         now = self._owned_versions()
         flags = [
-            any(now[p] != self._versions[p] or self._params[p].grad is not None for p in owned)
-            for owned in self._owned()
+            self._rank not in ranks
+            and any(now[p] != self._versions[p] or self._params[p].grad is not None for p in owned)
+            for ranks, owned in zip(known, self._owned(), strict=True)
         ]
-        reports = group.all_gather_ints([int(self.error is not None), *pack_flags(flags)])
-        changed_by_rank = [unpack_flags(packed, len(flags)) for _, *packed in reports]
-        changed = [
-            [rank for rank, theirs in enumerate(changed_by_rank) if theirs[number]]
-            for number in range(len(flags))
-        ]
-        exchange(group, self._buckets, changed)
+        reported = group.launch_all_gather_ints([int(self.error is not None), *pack_flags(flags)])
+        try:
+            exchange(group, self._buckets, known)
+        finally:
+            reports = reported()
+        exchange(
+            group,
+            self._buckets,
+            ranks_by_flag([unpack_flags(packed, len(flags)) for _, *packed in reports]),
+        )
         if any(report[0] for report in reports):
             raise_as_settled(group, self.error, doing=doing)
 
@@ -76,19 +87,6 @@ class ShardUpdate:
 
     def _owned_versions(self) -> dict[int, int]:
         return {p: self._params[p]._version for owned in self._owned() for p in owned}
-
-
-def pack_flags(flags: Sequence[bool]) -> list[int]:
-    """Pack flags into ints. Example: ``pack_flags([True, False, True])`` is ``[5]``."""
-    return [
-        sum(1 << bit for bit, flag in enumerate(flags[start : start + FLAGS_PER_INT]) if flag)
-        for start in range(0, len(flags), FLAGS_PER_INT)
-    ]
-
-
-def unpack_flags(packed: Sequence[int], num_flags: int) -> list[bool]:
-    """Undo ``pack_flags``."""
-    return [bool(packed[i // FLAGS_PER_INT] >> (i % FLAGS_PER_INT) & 1) for i in range(num_flags)]
 
 
 @contextmanager
