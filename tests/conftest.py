@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from shardopt.collectives import Pending
+from shardopt.collectives import Pending, RankGroup
 
 settings.register_profile(
     "shardopt",
@@ -95,6 +95,15 @@ class ThreadGroup:
         self.world.messages.append(Message(src, None, tensor.numel(), nbytes))
         others = [dst for dst in range(self.world_size) if dst != src]
         return Pending([Departure(self.world.boxes[src, dst], tensor) for dst in others], [tensor])
+
+    def reduce_scatter(self, parts: Any, *, out: Any, scratch: Any) -> Pending:
+        """Over this group's own ``send`` and ``recv``; what receives fits into ``scratch`` exactly or with room."""
+        assert len(parts) == self.world_size
+        assert all(part.dim() == 1 and part.is_contiguous() for part in [*parts, out])
+        assert parts[self.rank].shape == out.shape
+        if self.world_size == 1:
+            assert scratch is None
+        return RankGroup.reduce_scatter(self, parts, out=out, scratch=scratch)  # type: ignore[arg-type]
 
     def send(self, tensor: Any, *, dst: int) -> Pending:
         assert tensor.dim() == 1

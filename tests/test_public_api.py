@@ -1,3 +1,4 @@
+import importlib.util
 import inspect
 import subprocess
 import sys
@@ -135,8 +136,12 @@ def test_the_constructor_has_the_signature_of_torch_and_one_more_keyword():
     ]
 
 
-def test_sharding_has_one_option():
-    assert parameters(shardopt.Sharding) == [("bucket_mb", "POSITIONAL_OR_KEYWORD", 25.0)]
+def test_sharding_has_three_options():
+    assert parameters(shardopt.Sharding) == [
+        ("granularity", "POSITIONAL_OR_KEYWORD", "parameter"),
+        ("gradients", "POSITIONAL_OR_KEYWORD", False),
+        ("bucket_mb", "POSITIONAL_OR_KEYWORD", 25.0),
+    ]
 
 
 def test_consolidate_state_dict_goes_to_rank_0_by_default():
@@ -162,10 +167,11 @@ def test_the_hooks_have_the_signature_of_torch(name):
     ]
 
 
-def test_run_ranks_takes_world_sizes_and_a_timeout():
+def test_run_ranks_takes_world_sizes_a_timeout_and_a_framework():
     assert parameters(shardopt.testing.run_ranks) == [
         ("world_sizes", "VAR_POSITIONAL", inspect.Parameter.empty),
         ("timeout", "KEYWORD_ONLY", 120.0),
+        ("framework", "KEYWORD_ONLY", "torch"),
     ]
 
 
@@ -201,31 +207,104 @@ def test_importing_shardopt_imports_no_framework():
     assert loaded == "[]"
 
 
-@pytest.mark.parametrize(
-    "room",
-    [
-        "partition",
-        "collectives",
-        "buffers",
-        "step",
-        "checkpoint",
-        "join",
-        "param_groups",
-        "shards",
-        "optimizer",
-        "frameworks",
-        "testing",
-    ],
-)
-def test_importing_a_room_imports_no_framework(room):
+ROOMS = [
+    "arguments",
+    "partition",
+    "collectives",
+    "buffers",
+    "step",
+    "stepper",
+    "checkpoint",
+    "join",
+    "param_groups",
+    "shards",
+    "optimizer",
+    "frameworks",
+    "testing",
+]
+
+
+def test_importing_a_room_imports_no_framework():
     loaded = run_fresh(
         f"""
-        import sys
-        import shardopt.{room}
-        print([name for name in ("torch", "tensorplay", "numpy") if name in sys.modules])
+        import importlib, sys
+        for room in {ROOMS}:
+            importlib.import_module("shardopt." + room)
+            print([room for name in ("torch", "tensorplay", "numpy") if name in sys.modules])
         """
     )
-    assert loaded == "[]"
+    assert loaded.splitlines() == ["[]"] * len(ROOMS)
+
+
+needs_tensorplay = pytest.mark.skipif(
+    importlib.util.find_spec("tensorplay") is None, reason="tensorplay is not installed"
+)
+
+
+@needs_tensorplay
+def test_the_tensorplay_front_does_not_import_torch():
+    loaded = run_fresh(
+        """
+        import sys
+        import shardopt.tensorplay
+        print(shardopt.tensorplay.__all__, "torch" in sys.modules)
+        """
+    )
+    assert loaded == "['ZeroRedundancyOptimizer'] False"
+
+
+@needs_tensorplay
+def test_the_torch_front_does_not_import_tensorplay():
+    loaded = run_fresh(
+        """
+        import sys
+        import shardopt
+        print(shardopt.ZeroRedundancyOptimizer.framework.name, "tensorplay" in sys.modules)
+        """
+    )
+    assert loaded == "torch False"
+
+
+@needs_tensorplay
+def test_the_tensorplay_front_works_where_torch_is_not_installed():
+    loaded = run_fresh(
+        """
+        import sys
+        sys.modules["torch"] = None
+        import shardopt.tensorplay
+        print(shardopt.tensorplay.ZeroRedundancyOptimizer.framework.name)
+        """
+    )
+    assert loaded == "tensorplay"
+
+
+@needs_tensorplay
+def test_the_tensorplay_front_has_the_signature_of_the_torch_front():
+    names = run_fresh(
+        """
+        import inspect
+        from shardopt.tensorplay import ZeroRedundancyOptimizer
+        print([p.name for p in inspect.signature(ZeroRedundancyOptimizer).parameters.values()])
+        """
+    )
+    torch_names = [name for name, _, _ in parameters(shardopt.ZeroRedundancyOptimizer)]
+    assert names == str(torch_names)
+
+
+def test_without_tensorplay_its_front_says_how_to_get_it():
+    text = run_fresh(
+        """
+        import sys
+        sys.modules["tensorplay"] = None
+        try:
+            import shardopt.tensorplay
+        except ImportError as error:
+            print(error)
+        """
+    )
+    assert text == (
+        "shardopt.tensorplay needs TensorPlay; install it with: pip install 'shardopt[tensorplay]'"
+    )
 
 
 def test_without_torch_the_optimizer_says_how_to_get_it():

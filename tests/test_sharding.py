@@ -18,7 +18,7 @@ def test_bucket_nbytes_is_bucket_mb_in_bytes_and_at_least_one(mb, nbytes):
 def test_a_bound_that_is_not_above_zero_is_refused(mb):
     with pytest.raises(ValueError, match="bucket_mb") as caught:
         Sharding(bucket_mb=mb)
-    assert str(caught.value) == f"bucket_mb: expected a number of MiB above 0, got {mb!r}"
+    assert str(caught.value) == f"bucket_mb: expected a finite number of MiB above 0, got {mb!r}"
 
 
 def test_a_bound_that_is_no_number_is_a_type_error():
@@ -26,7 +26,6 @@ def test_a_bound_that_is_no_number_is_a_type_error():
         Sharding(bucket_mb="25")
 
 
-@pytest.mark.xfail(strict=True, reason="it passes the door, and bucket_nbytes fails")
 def test_an_infinite_bound_is_refused_at_the_door():
     with pytest.raises(ValueError, match="bucket_mb"):
         Sharding(bucket_mb=float("inf"))
@@ -40,5 +39,18 @@ def test_sharding_is_frozen():
 def test_equal_options_are_equal_and_read_equally():
     assert (Sharding(bucket_mb=2) == Sharding(bucket_mb=2), str(Sharding(bucket_mb=2))) == (
         True,
-        "Sharding(bucket_mb=2)",
+        "Sharding(granularity='parameter', gradients=False, bucket_mb=2)",
+    )
+
+
+def test_whole_parameters_and_averaged_gradients_are_the_default():
+    assert (Sharding().granularity, Sharding().gradients) == ("parameter", False)
+
+
+@pytest.mark.parametrize("granularity", ["elements", "Parameter", None, 1])
+def test_another_granularity_is_refused(granularity):
+    with pytest.raises(ValueError, match="granularity") as caught:
+        Sharding(granularity=granularity)
+    assert str(caught.value) == (
+        f"granularity: expected 'parameter' or 'element', got {granularity!r}"
     )

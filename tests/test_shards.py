@@ -8,6 +8,7 @@ from shardopt.buffers import StagedBucket, ViewedBucket
 from shardopt.collectives import LoneRank
 from shardopt.errors import ParameterChangedError
 from shardopt.frameworks.torch import TORCH
+from shardopt.partition import Part
 from shardopt.shards import VIEW_ALIGNMENT_NBYTES, Shards
 
 POLICY = [("optimizer_class", "Adam")]
@@ -17,8 +18,8 @@ def make_groups(*numels, lr=0.1):
     return [{"params": [torch.nn.Parameter(torch.ones(n)) for n in numels], "lr": lr}]
 
 
-def make_shards(group, *, has_views=False, bucket_mb=25.0):
-    return Shards(group, TORCH, Sharding(bucket_mb=bucket_mb), has_views=has_views)
+def make_shards(group, *, has_views=False, **options):
+    return Shards(group, TORCH, Sharding(**options), has_views=has_views)
 
 
 def admitted(group, groups, **options):
@@ -170,21 +171,23 @@ def test_the_lists_given_out_grow_and_are_not_replaced():
 # --- what a rank owns -----------------------------------------------------------------------------
 
 
-def test_owned_lists_this_ranks_parameters(run_threads):
-    run = run_threads(2, lambda group: admitted(group, make_groups(4, 9, 5, 3)).owned)
-    assert run.results == [[1, 3], [0, 2]]
+def test_parts_lists_this_ranks_parameters(run_threads):
+    run = run_threads(2, lambda group: admitted(group, make_groups(4, 9, 5, 3)).parts)
+    assert run.results == [
+        [Part(1, 0, 9, True), Part(3, 0, 3, True)],
+        [Part(0, 0, 4, True), Part(2, 0, 5, True)],
+    ]
 
 
 def test_a_rank_can_own_nothing(run_threads):
-    run = run_threads(3, lambda group: admitted(group, make_groups(4)).owned)
-    assert run.results == [[0], [], []]
+    run = run_threads(3, lambda group: admitted(group, make_groups(4)).parts)
+    assert run.results == [[Part(0, 0, 4, True)], [], []]
 
 
 def test_local_groups_hold_this_ranks_parameters(run_threads):
     def serve(group):
         groups = make_groups(4, 9) + make_groups(5, 3, lr=0.2)
-        shards = make_shards(group)
-        local = shards.local_groups(groups, shards.plan(groups, POLICY))
+        local = admitted(group, groups).local_groups(groups)
         return [([p.numel() for p in g["params"]], g["lr"]) for g in local]
 
     assert run_threads(2, serve).results == [
@@ -195,9 +198,38 @@ def test_local_groups_hold_this_ranks_parameters(run_threads):
 
 def test_local_groups_can_start_later():
     groups = make_groups(4, 9) + make_groups(5, lr=0.2)
-    shards = make_shards(LoneRank())
-    local = shards.local_groups(groups, shards.plan(groups, POLICY), start=1)
-    assert [group["lr"] for group in local] == [0.2]
+    local = admitted(LoneRank(), groups).local_groups(groups, start=1)
+    assert [([p.numel() for p in g["params"]], g["lr"]) for g in local] == [([5], 0.2)]
+
+
+def with_names():
+    groups = make_groups(4, 9) + make_groups(5, 3)
+    groups[1]["param_names"] = ["a", "b"]
+    return groups
+
+
+def test_local_groups_hold_the_names_of_the_owned_parameters(run_threads):
+    def serve(group):
+        groups = with_names()
+        return [g.get("param_names") for g in admitted(group, groups).local_groups(groups)]
+
+    assert run_threads(2, serve).results == [[None, ["b"]], [None, ["a"]]]
+
+
+def test_local_groups_hold_the_parameters_themselves():
+    groups = make_groups(4, 9)
+    [local] = admitted(LoneRank(), groups).local_groups(groups)
+    assert [a is b for a, b in zip(local["params"], groups[0]["params"], strict=True)] == [True] * 2
+
+
+def test_the_whole_groups_are_left_alone(run_threads):
+    def serve(group):
+        groups = with_names()
+        before = [{**g, "params": list(g["params"])} for g in groups]
+        admitted(group, groups).local_groups(groups)
+        return str(groups) == str(before)
+
+    assert run_threads(2, serve).results == [True, True]
 
 
 def test_versions_are_those_of_the_owned_parameters(run_threads):

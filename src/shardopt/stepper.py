@@ -11,6 +11,7 @@ from shardopt.shards import Shards
 from shardopt.step import (
     Intent,
     LossScale,
+    Norm,
     ShardUpdate,
     agree,
     catch_up_gradients,
@@ -20,7 +21,6 @@ from shardopt.step import (
     scale_to,
     total_norm,
 )
-from shardopt.step.clipping import Norm
 
 
 class Stepper:

@@ -8,7 +8,7 @@ import torch
 
 from shardopt.frameworks.torch import TORCH
 from shardopt.param_groups import read_specs
-from shardopt.partition import Layout, ParamSpec, plan_layout
+from shardopt.partition import Bucket, Layout, ParamSpec, plan_element_layout, plan_layout
 
 DTYPES = [
     torch.float32,
@@ -83,6 +83,26 @@ def plan_for() -> Callable[..., tuple[list[ParamSpec], Layout]]:
         return specs, layout
 
     return plan
+
+
+@pytest.fixture
+def cut_bucket() -> Callable[..., tuple[list[ParamSpec], Bucket]]:
+    """The one bucket of parameters that are cut by element, by default for two ranks."""
+
+    def cut(
+        params: Sequence[torch.Tensor], *, world_size: int = 2, alignment_nbytes: int = 1
+    ) -> tuple[list[ParamSpec], Bucket]:
+        specs = read_specs([{"params": list(params)}])
+        layout = plan_element_layout(
+            specs,
+            world_size=world_size,
+            bucket_nbytes=2**20,
+            alignment_nbytes=alignment_nbytes,
+        )
+        [bucket] = layout.buckets
+        return specs, bucket
+
+    return cut
 
 
 @pytest.fixture

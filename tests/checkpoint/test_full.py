@@ -7,6 +7,7 @@ from shardopt.checkpoint import collect_full, load_full
 from shardopt.errors import StateMismatchError
 from shardopt.frameworks.torch import empty_on_cpu
 from shardopt.param_groups import read_specs
+from shardopt.partition import whole_parts
 
 OWNERS = [1, 0, 1]
 
@@ -55,6 +56,8 @@ class Rank:
             {**local, "params": g["params"]}
             for local, g in zip(self.optimizer.param_groups, whole, strict=True)
         ]
+        self.specs = read_specs(self.param_groups)
+        self.parts = whole_parts(self.specs, OWNERS, group.rank)
         for _ in range(num_steps):
             self.optimizer.step()
 
@@ -62,7 +65,8 @@ class Rank:
         return collect_full(
             self.group,
             self.optimizer,
-            owned=self.owned,
+            parts=self.parts,
+            specs=self.specs,
             param_groups=self.param_groups,
             to=to,
             chunk_nbytes=16,
@@ -75,8 +79,8 @@ class Rank:
             self.group,
             self.optimizer,
             state_dict,
-            owned=self.owned,
-            specs=read_specs(self.param_groups),
+            parts=self.parts,
+            specs=self.specs,
             param_groups=self.param_groups,
             is_tensor=torch.is_tensor,
         )

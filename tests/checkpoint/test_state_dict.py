@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from shardopt.checkpoint import full_state_dict, renumber, whole_group
+from shardopt.partition import Part
 
 # --- renumber -------------------------------------------------------------------------------------
 
@@ -12,42 +13,52 @@ def local_state_dict(ids_by_group, state):
     return {"state": state, "param_groups": [{"lr": 0.1, "params": ids} for ids in ids_by_group]}
 
 
-def test_renumber_keys_state_by_the_indices_in_the_whole_optimizer():
+def whole(*indices):
+    """Whole parameters as parts; their numel does not matter."""
+    return [Part(index, 0, 1, True) for index in indices]
+
+
+def test_renumber_keys_state_by_the_part_it_belongs_to():
     local = local_state_dict([[0], [1, 2]], {0: "a", 1: "b", 2: "c"})
-    assert renumber(local, [3, 5, 8]) == {3: "a", 5: "b", 8: "c"}
+    parts = [Part(3, 0, 6, True), Part(5, 4, 2, False), Part(8, 0, 3, False)]
+    assert renumber(local, parts) == dict(zip(parts, "abc", strict=True))
 
 
 def test_renumber_follows_the_order_of_the_groups_and_not_of_the_state():
     local = local_state_dict([[0, 1]], {1: "b", 0: "a"})
-    assert renumber(local, [4, 2]) == {4: "a", 2: "b"}
+    [four, two] = whole(4, 2)
+    assert renumber(local, [four, two]) == {four: "a", two: "b"}
 
 
 def test_renumber_keeps_state_that_belongs_to_no_parameter():
     local = local_state_dict([[0]], {0: "a", "counter": 7})
-    assert renumber(local, [6]) == {6: "a", "counter": 7}
+    [six] = whole(6)
+    assert renumber(local, [six]) == {six: "a", "counter": 7}
 
 
 def test_renumber_leaves_out_parameters_without_state():
-    assert renumber(local_state_dict([[0, 1]], {1: "b"}), [0, 9]) == {9: "b"}
+    [zero, nine] = whole(0, 9)
+    assert renumber(local_state_dict([[0, 1]], {1: "b"}), [zero, nine]) == {nine: "b"}
 
 
 def test_renumber_accepts_keys_that_are_no_numbers():
-    assert renumber(local_state_dict([["w"]], {"w": "a"}), [6]) == {6: "a"}
+    [six] = whole(6)
+    assert renumber(local_state_dict([["w"]], {"w": "a"}), [six]) == {six: "a"}
 
 
 def test_renumber_of_a_rank_that_owns_nothing_is_empty():
     assert renumber(local_state_dict([[], []], {}), []) == {}
 
 
-def test_renumber_needs_an_index_for_every_parameter():
+def test_renumber_needs_a_part_for_every_parameter():
     with pytest.raises(ValueError, match="zip"):
-        renumber(local_state_dict([[0, 1]], {}), [0])
+        renumber(local_state_dict([[0, 1]], {}), whole(0))
 
 
 def test_renumber_leaves_the_local_state_dict_alone():
     local = local_state_dict([[0]], {0: "a"})
     kept = copy.deepcopy(local)
-    renumber(local, [6])
+    renumber(local, whole(6))
     assert local == kept
 
 

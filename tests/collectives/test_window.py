@@ -100,7 +100,6 @@ def test_a_failing_launch_is_raised_and_not_the_finishes_that_fail_after_it():
     assert Operations(3, bad_launches={1}, bad_finishes={0}).run(depth=2) == "launch 1"
 
 
-@pytest.mark.xfail(strict=True, reason="only a launch or a finish that raises is followed by that")
 def test_operations_in_flight_are_finished_when_the_launches_themselves_raise():
     operations = Operations(2)
 
@@ -188,4 +187,31 @@ def test_a_window_can_be_used_again_after_a_failure():
     operations = Operations(2)
     launch_all(window, operations)
     window.drain()
+    assert operations.finished() == [0, 1]
+
+
+def test_abandoning_finishes_everything_in_order_and_raises_nothing():
+    operations, window = Operations(4, bad_finishes={0, 2}), Window(depth=4)
+    launch_all(window, operations)
+    window.abandon()
+    assert operations.finished() == [0, 1, 2, 3]
+
+
+def test_an_abandoned_window_holds_nothing():
+    operations, window = Operations(2), Window(depth=4)
+    launch_all(window, operations)
+    window.abandon()
+    window.drain()
+    assert operations.finished() == [0, 1]
+
+
+def test_an_interrupt_in_a_launch_finishes_what_is_in_flight():
+    operations, window = Operations(2), Window(depth=4)
+    launch_all(window, operations)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        window.launch(interrupted)
     assert operations.finished() == [0, 1]

@@ -1,9 +1,19 @@
 import pytest
 import torch
 
-from shardopt.step import Intent, catch_up
+from shardopt.collectives import LoneRank
+from shardopt.partition import Part
+from shardopt.step import Intent, catch_up_gradients, catch_up_options
 
 OWNERS = [0, 1, 2, 1]
+
+
+def parts_of(owners, *ranks):
+    """What some ranks own, in whole parameters."""
+    return {
+        rank: [Part(index, 0, 6, True) for index, owner in enumerate(owners) if owner == rank]
+        for rank in ranks
+    }
 
 
 def intent(*joined):
@@ -28,7 +38,8 @@ def run_catch_up(run_threads):
         def serve(group):
             params = params_of(group.rank)
             groups = [{"params": params, "lr": float(group.rank)}]
-            catch_up(group, intent(*joined), param_groups=groups, params=params, owners=OWNERS)
+            catch_up_options(group, intent(*joined), groups)
+            catch_up_gradients(group, intent(*joined), params, parts_of(OWNERS, *joined))
             grads = [None if p.grad is None else p.grad[0, 0].item() for p in params]
             return grads, groups[0]["lr"]
 
@@ -93,7 +104,7 @@ def test_gradients_arrive_in_logical_order(run_threads):
         if group.rank == 0:
             param.grad = torch.arange(6.0).view(2, 3)
         whole = Intent(is_skipped=False, joined=(1,), active=(0,))
-        catch_up(group, whole, param_groups=[{"params": [param]}], params=[param], owners=[1])
+        catch_up_gradients(group, whole, [param], parts_of([1], 1))
         return param.grad.tolist()
 
     assert run_threads(2, serve).results[1] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
@@ -120,6 +131,49 @@ def test_a_sparse_gradient_that_would_have_to_be_sent_stops_every_rank(run_catch
 def test_a_sparse_gradient_of_an_active_rank_does_not_matter(run_threads):
     def serve(group):
         params = with_sparse_gradient(2)(group.rank)
-        catch_up(group, intent(1), param_groups=[{"params": []}], params=params, owners=OWNERS)
+        catch_up_gradients(group, intent(1), params, parts_of(OWNERS, 1))
 
     assert run_threads(3, serve).texts == ["", "", ""]
+
+
+def test_a_joined_rank_that_owns_a_part_gets_the_whole_gradient(run_threads):
+    def serve(group):
+        params = make_params(group.rank)
+        parts = {1: [Part(0, 2, 3, False), Part(3, 0, 6, True)]}
+        catch_up_gradients(group, intent(1), params, parts)
+        return [p.grad[1, 2].item() for p in params]
+
+    run = run_threads(3, serve)
+    assert run.results[1] == [0.0, 11.0, 12.0, 3.0]
+    assert [message.numel for message in run.world.messages] == [6, 6]
+
+
+def test_an_empty_part_needs_no_elements(run_threads):
+    def serve(group):
+        param = torch.nn.Parameter(torch.zeros(0, 3))
+        param.grad = torch.zeros(0, 3) if group.rank == 0 else None
+        catch_up_gradients(group, intent(1), [param], {1: [Part(0, 0, 0, True)]})
+        return param.grad is not None
+
+    assert run_threads(3, serve).results == [True, True, False]
+
+
+def test_options_alone_can_be_caught_up(run_threads):
+    def serve(group):
+        groups = [{"params": [group.rank], "param_names": ["w"], "lr": float(group.rank)}]
+        catch_up_options(group, intent(0, 2), groups)
+        return groups
+
+    run = run_threads(3, serve)
+    assert run.results == [
+        [{"params": [rank], "param_names": ["w"], "lr": 1.0}] for rank in range(3)
+    ]
+    assert run.world.num_gathers_by_rank == [{"ints": 0, "object": 1}] * 3
+
+
+def test_a_lone_rank_has_nothing_to_catch_up():
+    alone = Intent(is_skipped=False, joined=(), active=(0,))
+    groups = [{"params": [], "lr": 0.1}]
+    catch_up_options(LoneRank(), alone, groups)
+    catch_up_gradients(LoneRank(), alone, [], {})
+    assert groups == [{"params": [], "lr": 0.1}]

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from shardopt.collectives import LoneRank
-from shardopt.step import exchange, launch_exchange
+from shardopt.step import equalize, exchange, launch_exchange
 from shardopt.step.exchange import DEPTH
 
 SHAPES = [(3, 2), (4,), (), (2, 2), (5,)]
@@ -135,3 +135,79 @@ def test_a_bounded_number_of_buckets_is_in_flight(make_buckets):
     group = ScriptedGroup()
     exchange(group, buckets, [[0]] * len(buckets))
     assert (len(buckets), group.deepest, group.num_in_flight) == (6, DEPTH, 0)
+
+
+def test_a_failed_launch_closes_the_bucket_and_awaits_what_was_launched(make_buckets, recording):
+    group = ScriptedGroup()
+    broadcast = group.broadcast
+
+    def failing_second(tensor, *, src):
+        if group.num_in_flight:
+            raise RuntimeError("no more")
+        return broadcast(tensor, src=src)
+
+    group.broadcast = failing_second
+    params = [torch.ones(2), torch.ones(2)]
+    bucket = recording(make_buckets(params, [0, 1], world_size=2, bucket_nbytes=99)[0])
+    with pytest.raises(RuntimeError, match="no more"):
+        launch_exchange(group, bucket, [0, 1])
+    assert (bucket.events[0], bucket.events[1][0], group.num_in_flight) == (
+        ("open", [0, 1]),
+        "close",
+        0,
+    )
+
+
+# --- from one rank --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("src", [0, 1, 2])
+def test_one_rank_can_send_the_sections_of_all(run_threads, make_buckets, src):
+    def serve(group):
+        params = make_params(group.rank)
+        [bucket] = make_buckets(params, OWNERS, world_size=3, bucket_nbytes=2**20)
+        launch_exchange(group, bucket, [0, 1, 2], src=src)()
+        return [param.reshape(-1)[0].item() for param in params]
+
+    run = run_threads(3, serve)
+    assert run.results == [[10.0 * src + i for i in range(len(OWNERS))]] * 3
+    assert {message.src for message in run.world.messages} == {src}
+
+
+def test_what_the_one_rank_sends_it_does_not_put_away(make_buckets, recording):
+    params = [torch.ones(2), torch.ones(2)]
+    bucket = recording(make_buckets(params, [0, 1], world_size=2, bucket_nbytes=99)[0])
+    launch_exchange(ScriptedGroup(), bucket, [0, 1], src=0)()
+    assert bucket.events == [("open", [0, 1]), ("close", [])]
+
+
+def test_what_the_other_ranks_get_from_one_they_put_away(make_buckets, recording):
+    params = [torch.ones(2), torch.ones(2)]
+    bucket = recording(make_buckets(params, [0, 1], world_size=2, bucket_nbytes=99)[0])
+    launch_exchange(ScriptedGroup(), bucket, [0, 1], src=1)()
+    assert bucket.events == [("open", [0, 1]), ("close", [0, 1])]
+
+
+@pytest.mark.parametrize("bucket_nbytes", [1, 60, 2**20])
+def test_equalized_parameters_are_those_of_rank_0(run_threads, make_buckets, bucket_nbytes):
+    def serve(group):
+        params = make_params(group.rank)
+        equalize(group, make_buckets(params, OWNERS, world_size=3, bucket_nbytes=bucket_nbytes))
+        return [param.reshape(-1)[0].item() for param in params]
+
+    run = run_threads(3, serve)
+    assert run.results == [[float(i) for i in range(len(OWNERS))]] * 3
+
+
+def test_equalizing_sends_every_parameter_once(run_threads, make_buckets):
+    def serve(group):
+        equalize(group, make_buckets(make_params(group.rank), OWNERS, world_size=3))
+
+    run = run_threads(3, serve)
+    numel = sum(torch.Size(shape).numel() for shape in SHAPES)
+    assert (sum(message.numel for message in run.world.messages), run.num_left_over) == (numel, 0)
+
+
+def test_equalizing_no_buckets_sends_nothing(run_threads):
+    run = run_threads(2, lambda group: equalize(group, []))
+    assert (run.texts, run.world.messages) == (["", ""], [])

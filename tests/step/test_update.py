@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from shardopt.collectives import LoneRank
 from shardopt.step import ShardUpdate, only_params
-from shardopt.step.update import FLAGS_PER_INT, _pack_flags, _unpack_flags
+from shardopt.step.flags import FLAGS_PER_INT, pack_flags, unpack_flags
 
 OWNERS = [0, 1, 0, 1]
 
@@ -13,6 +13,10 @@ flag_lists = st.one_of(
     st.lists(st.booleans(), max_size=5),
     st.lists(st.booleans(), min_size=FLAGS_PER_INT - 1, max_size=2 * FLAGS_PER_INT + 1),
 )
+
+
+def by_index(params):
+    return dict(enumerate(params))
 
 
 def make_params(rank):
@@ -29,7 +33,7 @@ def run_updates(run_threads, make_buckets):
         def serve(group):
             params = make_params(group.rank)
             buckets = make_buckets(params, OWNERS, world_size=2)
-            shard = ShardUpdate(group.rank, buckets, params)
+            shard = ShardUpdate(group.rank, buckets, by_index(params))
             shard.run(lambda: update(group.rank, params))
             try:
                 shard.finish(group, doing="step()")
@@ -61,7 +65,7 @@ def fill(*pairs):
 def lone_update(make_buckets):
     """An update of a lone rank over two parameters."""
     params = [torch.ones(2), torch.ones(2)]
-    return ShardUpdate(0, make_buckets(params, [0, 0], world_size=1), params), params
+    return ShardUpdate(0, make_buckets(params, [0, 0], world_size=1), by_index(params)), params
 
 
 def test_run_returns_what_the_update_returns(lone_update):
@@ -97,7 +101,7 @@ def test_parameters_have_moved_once_they_are_written(lone_update):
 
 def test_parameters_of_other_ranks_do_not_count_as_moved(make_buckets):
     params = make_params(0)
-    update = ShardUpdate(0, make_buckets(params, OWNERS, world_size=2), params)
+    update = ShardUpdate(0, make_buckets(params, OWNERS, world_size=2), by_index(params))
     params[1].add_(1)
     assert not update.has_moved_params
 
@@ -171,7 +175,7 @@ def test_a_lone_rank_raises_its_own_error(lone_update):
 def test_a_rank_that_owns_nothing_takes_part(run_threads, make_buckets):
     def serve(group):
         params = [torch.full((2,), float(group.rank))]
-        update = ShardUpdate(group.rank, make_buckets(params, [0], world_size=3), params)
+        update = ShardUpdate(group.rank, make_buckets(params, [0], world_size=3), by_index(params))
         update.run(lambda: params[0].fill_(7.0) if group.rank == 0 else None)
         update.finish(group, doing="step()")
         return params[0].tolist()
@@ -184,7 +188,9 @@ def test_more_buckets_than_flags_in_an_int_are_all_exchanged(run_threads, make_b
 
     def serve(group):
         params = [torch.zeros(1) for _ in range(count)]
-        update = ShardUpdate(group.rank, make_buckets(params, [0] * count, world_size=2), params)
+        update = ShardUpdate(
+            group.rank, make_buckets(params, [0] * count, world_size=2), by_index(params)
+        )
         update.run(lambda: params[-1].fill_(1.0) if group.rank == 0 else None)
         update.finish(group, doing="step()")
         return [int(param.item()) for param in params]
@@ -196,17 +202,17 @@ def test_more_buckets_than_flags_in_an_int_are_all_exchanged(run_threads, make_b
 
 
 def test_the_worked_example_of_pack_flags_holds():
-    assert _pack_flags([True, False, True]) == [5]
+    assert pack_flags([True, False, True]) == [5]
 
 
 @given(flag_lists)
 def test_flags_unpacked_are_the_flags_that_were_packed(flags):
-    assert _unpack_flags(_pack_flags(flags), len(flags)) == flags
+    assert unpack_flags(pack_flags(flags), len(flags)) == flags
 
 
 @given(flag_lists)
 def test_packed_flags_fit_into_an_int64(flags):
-    assert all(0 <= packed < 2**63 for packed in _pack_flags(flags))
+    assert all(0 <= packed < 2**63 for packed in pack_flags(flags))
 
 
 # --- only_params ----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ The order of collectives is the same on every rank, whatever each of them has to
 from shardopt.step.agreement import Intent, agree
 from shardopt.step.backward import MSG_GRADIENTS_CHANGED, BackwardStep
 from shardopt.step.catch_up import catch_up_gradients, catch_up_options
-from shardopt.step.clipping import scale_to, total_norm
+from shardopt.step.clipping import Norm, scale_to, total_norm
 from shardopt.step.closure import EvaluatedClosure
 from shardopt.step.exchange import equalize, exchange, launch_exchange
 from shardopt.step.options import copy_options
@@ -24,6 +24,7 @@ __all__ = [
     "EvaluatedClosure",
     "Intent",
     "LossScale",
+    "Norm",
     "ShardUpdate",
     "agree",
     "agree_on_gradients",
