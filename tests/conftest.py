@@ -119,16 +119,26 @@ class ThreadGroup:
         assert tensor.is_contiguous()
         return Pending([Arrival(self.world.boxes[src, self.rank], tensor)], [tensor])
 
-    def all_reduce_max(self, tensor: Any) -> None:
-        for theirs in self._gather(tensor.clone()):
-            tensor.copy_(tensor.maximum(theirs))
+    def all_reduce(self, tensor: Any, *, maximum: bool = False) -> None:
+        everyone = self._gather(tensor.clone())
+        tensor.copy_(everyone[0])
+        for theirs in everyone[1:]:
+            tensor.copy_(tensor.maximum(theirs) if maximum else tensor + theirs)
 
-    def all_gather_ints(self, values: Any) -> list[list[int]]:
+    def launch_all_gather_ints(self, values: Any) -> Any:
         assert all(type(value) is int and -(2**63) <= value < 2**63 for value in values)
         self.world.num_gathers_by_rank[self.rank]["ints"] += 1
-        gathered = self._gather(list(values))
-        assert len({len(theirs) for theirs in gathered}) == 1
-        return gathered
+        kept = list(values)
+
+        def wait() -> list[list[int]]:
+            gathered = self._gather(kept)
+            assert len({len(theirs) for theirs in gathered}) == 1
+            return gathered
+
+        return wait
+
+    def all_gather_ints(self, values: Any) -> list[list[int]]:
+        return self.launch_all_gather_ints(values)()
 
     def all_gather_object(self, value: Any) -> list[Any]:
         self.world.num_gathers_by_rank[self.rank]["object"] += 1

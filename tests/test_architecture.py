@@ -336,7 +336,7 @@ def test_planning_uses_no_set_and_no_identity():
 
 def test_sizes_are_divided_in_the_planning_room_only():
     """But for ``RankGroup``, which counts peers, and flags, which are packed into ints."""
-    allowed = {"collectives/group.py", "step/update.py"}
+    allowed = {"collectives/group.py", "step/flags.py"}
 
     def divided(path):
         return [

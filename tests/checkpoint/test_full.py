@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 
-from shardopt.checkpoint import collect_full, load_full
+from shardopt.checkpoint import collect_full, load_full, require_target
 from shardopt.errors import StateMismatchError
 from shardopt.frameworks.torch import empty_on_cpu
 from shardopt.param_groups import read_specs
@@ -62,6 +62,7 @@ class Rank:
             self.optimizer.step()
 
     def collect(self, to):
+        require_target(self.group, to)
         return collect_full(
             self.group,
             self.optimizer,

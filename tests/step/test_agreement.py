@@ -19,7 +19,7 @@ def agreeing(groups_by_rank, **options_by_rank):
 
 def test_equal_options_make_every_rank_active(run_threads):
     run = run_threads(3, agreeing([GROUPS] * 3))
-    assert run.results == [Intent(is_skipped=False, joined=(), active=(0, 1, 2))] * 3
+    assert run.results == [Intent(is_skipped=False, joined=(), active=(0, 1, 2), updating=())] * 3
 
 
 def test_agreement_costs_one_gather_of_ints(run_threads):
@@ -43,7 +43,7 @@ def test_a_skip_of_one_rank_is_a_skip_of_all(run_threads):
 
 def test_ranks_without_inputs_are_known_to_all(run_threads):
     run = run_threads(3, agreeing([GROUPS] * 3, is_joined=[True, False, True]))
-    assert run.results == [Intent(is_skipped=False, joined=(0, 2), active=(1,))] * 3
+    assert run.results == [Intent(is_skipped=False, joined=(0, 2), active=(1,), updating=())] * 3
 
 
 def test_options_of_ranks_without_inputs_are_not_compared(run_threads):
@@ -75,7 +75,9 @@ def test_an_error_comes_before_a_difference_of_options(run_threads):
 
 
 def test_a_lone_rank_agrees_with_itself():
-    assert agree(LoneRank(), GROUPS, skip=True) == Intent(is_skipped=True, joined=(), active=(0,))
+    assert agree(LoneRank(), GROUPS, skip=True) == Intent(
+        is_skipped=True, joined=(), active=(0,), updating=()
+    )
 
 
 def test_a_lone_rank_raises_its_own_error():

@@ -18,7 +18,7 @@ def parts_of(owners, *ranks):
 
 def intent(*joined):
     active = tuple(rank for rank in range(3) if rank not in joined)
-    return Intent(is_skipped=False, joined=joined, active=active)
+    return Intent(is_skipped=False, joined=joined, active=active, updating=())
 
 
 def make_params(rank, *, without=()):
@@ -103,7 +103,7 @@ def test_gradients_arrive_in_logical_order(run_threads):
         param = torch.nn.Parameter(torch.zeros(3, 2).t())
         if group.rank == 0:
             param.grad = torch.arange(6.0).view(2, 3)
-        whole = Intent(is_skipped=False, joined=(1,), active=(0,))
+        whole = Intent(is_skipped=False, joined=(1,), active=(0,), updating=())
         catch_up_gradients(group, whole, [param], parts_of([1], 1))
         return param.grad.tolist()
 
@@ -172,7 +172,7 @@ def test_options_alone_can_be_caught_up(run_threads):
 
 
 def test_a_lone_rank_has_nothing_to_catch_up():
-    alone = Intent(is_skipped=False, joined=(), active=(0,))
+    alone = Intent(is_skipped=False, joined=(), active=(0,), updating=())
     groups = [{"params": [], "lr": 0.1}]
     catch_up_options(LoneRank(), alone, groups)
     catch_up_gradients(LoneRank(), alone, [], {})

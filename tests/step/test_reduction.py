@@ -290,7 +290,6 @@ def test_a_second_reduction_gives_the_averages_of_the_second_gradients(run_threa
     assert collected(run.results) == expected
 
 
-@pytest.mark.xfail(strict=True, reason="the gradient of a flat part is left as it was")
 def test_a_part_without_gradient_on_any_rank_loses_that_of_an_earlier_step(run_threads):
     def serve(group):
         rank = Rank(group, granularity="element").reduce()

@@ -40,9 +40,9 @@ class Pending:
             except Exception as raised:
                 error = error or raised
         self._tensors = []
+        then, self._then = self._then, None
         if error is not None:
             raise error
-        then, self._then = self._then, None
         if then is not None:
             then()
 

@@ -58,9 +58,12 @@ def reduce_gradients(
             param.grad = None
     bucket_of = {p: bucket for bucket in wanted for p in bucket.plan.params}
     for part in parts:
-        if used[part.param] and part.param in bucket_of:
-            reduced = bucket_of[part.param].reduced(part.param, is_whole=part.is_whole)
-            tensors[part.param].grad = reduced
+        if part.numel:
+            tensors[part.param].grad = (
+                bucket_of[part.param].reduced(part.param, is_whole=part.is_whole)
+                if used[part.param]
+                else None
+            )
     return used
 
 
