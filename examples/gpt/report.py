@@ -93,10 +93,11 @@ class Report:
             title="Bytes on each rank, counted on the tensors that exist",
             box=SIMPLE_HEAD,
             title_justify="left",
-            padding=(0, 1),
+            collapse_padding=True,
+            pad_edge=False,
         )
         for heading in ["rank", "parameters", "gradients", *_state_headings(unsharded)]:
-            table.add_column(heading, justify="right", no_wrap=True)
+            table.add_column(heading, justify="right", overflow="fold")
         for rank, memory in enumerate(by_rank):
             cells = [rank, memory.params, memory.gradients, memory.optimizer_state, memory.total]
             if unsharded is not None:
