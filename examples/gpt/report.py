@@ -90,7 +90,7 @@ class Report:
             unsharded: Of the plain optimizer, to stand beside it; None where this run is the plain one.
         """
         table = Table(
-            title="Bytes on each rank, counted on the tensors that exist",
+            title="Bytes of the tensors that each rank holds",
             box=SIMPLE_HEAD,
             title_justify="left",
             collapse_padding=True,

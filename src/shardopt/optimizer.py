@@ -238,7 +238,8 @@ class ShardedOptimizer:
         """Collect the whole state on rank ``to`` of the group, in CPU memory, for ``state_dict()``. Collective.
 
         Tensors travel in chunks of ``Sharding.bucket_mb``; ranks other than ``to`` hold two of them beyond their own
-        state. What an earlier call collected is dropped on every rank.
+        state. What an earlier call collected is dropped on every rank. Rank ``to`` holds what was collected until the
+        next call, or until ``load_state_dict()``.
 
         Raises:
             ValueError: ``to`` is no rank of the group, or not equal on all ranks.

@@ -1,5 +1,5 @@
 import pickle
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from typing import NamedTuple
 
 import pytest
@@ -80,6 +80,31 @@ def test_containers_are_new_objects(container):
     mapped = map_tensors(container, lambda tensor: tensor, torch.is_tensor)
     key = next(iter(container)) if isinstance(container, dict) else 0
     assert (mapped is container, mapped[key] is container[key]) == (False, False)
+
+
+@pytest.mark.parametrize("container", [deque([1, 2], maxlen=3), defaultdict(list, a=1)])
+def test_containers_keep_what_they_hold_besides_their_items(container):
+    mapped = map_tensors(container, lambda number: 10 * number, lambda value: type(value) is int)
+    assert (type(mapped), mapped is container) == (type(container), False)
+    if isinstance(container, deque):
+        assert (mapped, mapped.maxlen, list(container)) == (deque([10, 20]), 3, [1, 2])
+    else:
+        assert (dict(mapped), mapped.default_factory, container) == ({"a": 10}, list, {"a": 1})
+
+
+class Labelled(dict):
+    """A dict that cannot be made from its items alone."""
+
+    def __init__(self, label):
+        super().__init__()
+        self.label = label
+
+
+def test_a_dict_that_is_made_in_another_way_is_copied():
+    container = Labelled("history")
+    container["a"] = 1
+    mapped = map_tensors(container, lambda number: 10 * number, lambda value: type(value) is int)
+    assert (type(mapped), mapped.label, mapped["a"], container["a"]) == (Labelled, "history", 10, 1)
 
 
 def test_what_is_no_tensor_is_the_same_object():

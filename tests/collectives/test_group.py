@@ -212,6 +212,13 @@ def test_a_group_offers_every_operation_of_the_protocol(kind):
 # --- RankGroup over a scripted ``distributed`` ----------------------------------------------------
 
 
+class NamedGroup(str):
+    """A process group that is told apart by name; unlike a plain string it can be referred to weakly."""
+
+
+DATA, CONTROL = NamedGroup("data"), NamedGroup("control")
+
+
 class Distributed:
     """Rank 1 of the group of global ranks 4, 6, 9; writes down what is asked of it."""
 
@@ -269,11 +276,11 @@ def distributed():
 
 @pytest.fixture
 def group(distributed):
-    return RankGroup(torch, distributed, "data", control="control")
+    return RankGroup(torch, distributed, DATA, control=CONTROL)
 
 
 def test_a_rank_group_knows_its_place(group):
-    assert (group.rank, group.world_size, group.process_group) == (1, 3, "data")
+    assert (group.rank, group.world_size, group.process_group) == (1, 3, DATA)
 
 
 @pytest.mark.parametrize(
@@ -292,12 +299,12 @@ def test_a_broadcast_is_asynchronous_and_from_the_global_rank(group, distributed
 
 def test_a_broadcast_on_the_cpu_travels_over_the_control_group(group, distributed):
     group.broadcast(torch.zeros(5), src=2)
-    assert distributed.calls[0][4] == "control"
+    assert distributed.calls[0][4] == CONTROL
 
 
 def test_a_broadcast_elsewhere_travels_over_the_process_group(group, distributed):
     group.broadcast(torch.zeros(5, device="meta"), src=2)
-    assert distributed.calls[0][4] == "data"
+    assert distributed.calls[0][4] == DATA
 
 
 def test_a_broadcast_is_pending_until_its_work_is_awaited(group, distributed):
@@ -309,22 +316,22 @@ def test_a_broadcast_is_pending_until_its_work_is_awaited(group, distributed):
 
 def test_a_send_goes_as_bytes_to_the_global_rank(group, distributed):
     group.send(torch.zeros(5), dst=0).wait()
-    assert distributed.calls == [("isend", torch.uint8, 20, 4, "control")]
+    assert distributed.calls == [("isend", torch.uint8, 20, 4, CONTROL)]
 
 
 def test_a_receive_comes_as_bytes_from_the_global_rank(group, distributed):
     group.recv(torch.zeros(5), src=2).wait()
-    assert distributed.calls == [("irecv", torch.uint8, 20, 9, "control")]
+    assert distributed.calls == [("irecv", torch.uint8, 20, 9, CONTROL)]
 
 
 def test_the_maximum_of_cpu_tensors_is_taken_over_the_control_group(group, distributed):
     group.all_reduce(torch.zeros(1), maximum=True)
-    assert distributed.calls == [("all_reduce", torch.float32, 1, "max", "control")]
+    assert distributed.calls == [("all_reduce", torch.float32, 1, "max", CONTROL)]
 
 
 def test_the_maximum_of_other_tensors_is_taken_over_the_process_group(group, distributed):
     group.all_reduce(torch.zeros(1, device="meta"), maximum=True)
-    assert distributed.calls == [("all_reduce", torch.float32, 1, "max", "data")]
+    assert distributed.calls == [("all_reduce", torch.float32, 1, "max", DATA)]
 
 
 def test_gathered_ints_are_plain_and_in_rank_order(group):
@@ -333,7 +340,7 @@ def test_gathered_ints_are_plain_and_in_rank_order(group):
 
 def test_ints_travel_as_int64_over_the_control_group(group, distributed):
     group.all_gather_ints([1, 2])
-    assert distributed.calls == [("all_gather", torch.int64, 2, "control")]
+    assert distributed.calls == [("all_gather", torch.int64, 2, CONTROL)]
 
 
 def test_gathered_objects_stand_in_rank_order(group):
@@ -346,7 +353,7 @@ def test_gathered_objects_stand_in_rank_order(group):
 def test_off_the_cpu_the_backend_reduces_over_the_process_group(group, distributed):
     parts = [torch.zeros(5, device="meta") for _ in range(3)]
     group.reduce_scatter(parts, out=torch.zeros(5, device="meta"), scratch=None)
-    assert distributed.calls == [("reduce_scatter", torch.float32, 5, [5, 5, 5], "data", True)]
+    assert distributed.calls == [("reduce_scatter", torch.float32, 5, [5, 5, 5], DATA, True)]
 
 
 def test_off_the_cpu_a_reduction_is_pending_until_its_work_is_awaited(group, distributed):
@@ -361,10 +368,10 @@ def test_on_the_cpu_each_part_goes_to_its_rank_as_bytes_over_the_control_group(g
     parts = [torch.zeros(numel) for numel in (3, 4, 5)]
     group.reduce_scatter(parts, out=torch.zeros(4), scratch=torch.zeros(8))
     assert sorted(distributed.calls) == [
-        ("irecv", torch.uint8, 16, 4, "control"),
-        ("irecv", torch.uint8, 16, 9, "control"),
-        ("isend", torch.uint8, 12, 4, "control"),
-        ("isend", torch.uint8, 20, 9, "control"),
+        ("irecv", torch.uint8, 16, 4, CONTROL),
+        ("irecv", torch.uint8, 16, 9, CONTROL),
+        ("isend", torch.uint8, 12, 4, CONTROL),
+        ("isend", torch.uint8, 20, 9, CONTROL),
     ]
 
 
@@ -445,3 +452,23 @@ def test_each_rank_sends_every_other_its_part_once(run_threads):
         (2, 1, 1),
     ]
     assert run.num_left_over == 0
+
+
+def test_a_destroyed_process_group_is_named_as_such(distributed):
+    short_lived = NamedGroup("gone")
+    group = RankGroup(torch, distributed, short_lived, control=CONTROL)
+    del short_lived
+    with pytest.raises(RuntimeError, match="the process group of this optimizer was destroyed"):
+        group.all_reduce(torch.zeros(1, device="meta"))
+
+
+def test_a_group_is_not_kept_alive(distributed):
+    short_lived = NamedGroup("gone")
+    seen = weakref.ref(short_lived)
+    groups = [
+        RankGroup(torch, distributed, short_lived, control=short_lived),
+        LoneRank(short_lived),
+    ]
+    del short_lived
+    assert seen() is None
+    assert len(groups) == 2

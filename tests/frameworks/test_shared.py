@@ -1,9 +1,11 @@
+import functools
 import types
 
 import pytest
+import torch
 
 from shardopt.collectives import LoneRank, RankGroup
-from shardopt.frameworks.shared import find_group, fire_step_hooks
+from shardopt.frameworks.shared import ELEMENTWISE, find_group, fire_step_hooks, is_elementwise
 
 
 class ProcessGroup:
@@ -164,3 +166,40 @@ def test_after_a_step_global_hooks_come_last():
 
 def test_hooks_get_what_a_step_without_arguments_gives_them():
     assert [rest for _, *rest in fired(before=True)] == [[True, {}]] * 2
+
+
+# --- is_elementwise -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_known_optimizers_update_every_element_on_its_own(name):
+    """Halves of a parameter, with the gradient's halves, end as the whole one does."""
+    kind = getattr(torch.optim, name)
+    whole = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 64))
+    halves = [torch.nn.Parameter(half.clone()) for half in whole.detach().split(32)]
+    optimizers = [kind([whole], lr=0.1), kind(halves, lr=0.1)]
+    for step in range(3):
+        whole.grad = torch.linspace(-2.0, 3.0, 64) * (step + 1)
+        for half, gradient in zip(halves, whole.grad.split(32), strict=True):
+            half.grad = gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert is_elementwise(kind, optim=torch.optim)
+    assert torch.equal(torch.cat([half.detach() for half in halves]), whole.detach())
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Optimizer],
+    ids=lambda kind: kind.__name__,
+)
+def test_other_optimizers_are_not_known_to_be_elementwise(kind):
+    assert not is_elementwise(kind, optim=torch.optim)
+
+
+def test_a_subclass_or_a_maker_of_a_known_optimizer_may_do_other_things():
+    class Noisy(torch.optim.SGD):
+        pass
+
+    makers = [Noisy, functools.partial(torch.optim.SGD), lambda params: torch.optim.SGD(params)]
+    assert [is_elementwise(maker, optim=torch.optim) for maker in makers] == [False] * 3

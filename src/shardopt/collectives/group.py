@@ -5,6 +5,7 @@ All ranks in this file are ranks within the group.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -109,6 +110,20 @@ class Group(Protocol):
         """Return a small picklable value of every rank. Collective."""
 
 
+def _alive(group: weakref.ref[Any]) -> Any:
+    """The group, see Note [Weak groups].
+
+    Raises:
+        RuntimeError: It was destroyed.
+    """
+    found = group()
+    if found is None:
+        raise RuntimeError(
+            "the process group of this optimizer was destroyed; make the optimizer anew after init_process_group()"
+        )
+    return found
+
+
 class LoneRank:
     """Rank 0 of 1: every operation is the one that a group of one rank would do."""
 
@@ -116,8 +131,13 @@ class LoneRank:
     world_size = 1
 
     def __init__(self, process_group: Any = None) -> None:
-        """Keep the framework's group of one rank, if there is one."""
-        self.process_group = process_group
+        """Know the framework's group of one rank, if there is one."""
+        self._process_group = None if process_group is None else weakref.ref(process_group)
+
+    @property
+    def process_group(self) -> Any:
+        """The framework's group of one rank, or None."""
+        return None if self._process_group is None else _alive(self._process_group)
 
     def broadcast(self, tensor: Tensor, *, src: int) -> Pending:
         """Leave ``tensor`` as it is."""
@@ -159,21 +179,34 @@ class RankGroup:
 
     Tensors on the CPU and plain values travel over ``control``, a group whose backend serves the CPU, so that nothing
     here makes the host wait for a GPU. It is ``process_group`` itself where that does.
+
+    Note [Weak groups]: the framework keeps a process group until ``destroy_process_group()``. An optimizer that kept it
+    beyond, in a cycle with its LR scheduler, say, would leave gloo's threads running while the interpreter shuts down,
+    which aborts the process now and then. So groups are only referred to weakly.
     """
 
     def __init__(
         self, framework: Any, distributed: Any, process_group: Any, *, control: Any
     ) -> None:
         """Bind the modules, e.g. ``torch`` and ``torch.distributed``, to a group that this process is a member of."""
-        self.process_group = process_group
+        self._process_group = weakref.ref(process_group)
         self.rank = int(distributed.get_rank(process_group))
         self.world_size = int(distributed.get_world_size(process_group))
         self._framework = framework
         self._distributed = distributed
-        self._control = control
+        self._control_group = weakref.ref(control)
         self._global_ranks = [
             int(distributed.get_global_rank(process_group, rank)) for rank in range(self.world_size)
         ]
+
+    @property
+    def process_group(self) -> Any:
+        """The framework's process group."""
+        return _alive(self._process_group)
+
+    @property
+    def _control(self) -> Any:
+        return _alive(self._control_group)
 
     def broadcast(self, tensor: Tensor, *, src: int) -> Pending:
         """Launch one broadcast of the tensor's bytes, which every backend can send whatever the dtype."""
