@@ -159,7 +159,7 @@ def test_a_lone_rank_is_rank_0_of_1():
 
 
 def test_a_lone_rank_has_no_process_group_unless_given_one():
-    given = object()
+    given = DATA
     assert (LoneRank().process_group, LoneRank(given).process_group) == (None, given)
 
 
