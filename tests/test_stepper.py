@@ -3,9 +3,10 @@ import torch
 
 from shardopt import Sharding
 from shardopt.collectives import LoneRank
+from shardopt.errors import RemoteRankError
 from shardopt.frameworks.torch import TORCH
 from shardopt.shards import Shards
-from shardopt.step import LossScale, copy_options
+from shardopt.step import EvaluatedClosure, LossScale, copy_options
 from shardopt.stepper import Stepper
 
 NO_SCALE = LossScale(None, None)
@@ -278,6 +279,29 @@ def test_options_set_on_the_whole_groups_are_those_of_the_step(run_threads, poli
     assert run_threads(2, serve).results == [[0.75, 0.5]] * 2
 
 
+def after_replacing_data(policy):
+    """A step with an evaluated closure, before which the data of a parameter was replaced."""
+    rank = Rank(LoneRank(), policy).give_gradients(1.0, 2.0)
+    rank.params[0].data = torch.full((4,), 3.0)
+    closure = EvaluatedClosure("loss", rank.shards.versions)
+    result = rank.stepper.step(
+        lambda: (closure(), rank.local.step()), scale=NO_SCALE, is_in_join=False
+    )
+    return result, rank.values
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "parameter",
+        "views",
+        "element",
+    ],
+)
+def test_taking_a_view_back_is_no_change_between_closure_and_update(policy):
+    assert after_replacing_data(policy) == (("loss", "loss"), [2.5, 0.0])
+
+
 def test_options_that_the_local_optimizer_sets_are_those_of_the_whole_groups():
     rank = Rank(LoneRank())
     rank.stepper.step(lambda: rank.local.rename(0.125), scale=NO_SCALE, is_in_join=False)
@@ -359,6 +383,46 @@ def test_after_a_skipped_step_the_next_one_is_taken(run_threads, policy):
         return rank.values
 
     assert run_threads(2, serve).results == [[0.0, 0.5]] * 2
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "gradients",
+        "element, gradients",
+    ],
+)
+def test_a_skipped_step_drops_all_gradients_or_none(run_threads, policy):
+    def serve(group):
+        rank = Rank(group, policy).give_gradients(1.0, 2.0)
+        rank.step(scale=LossScale(None, torch.tensor(1.0)))
+        return len({param.grad is None for param in rank.params})
+
+    assert run_threads(2, serve).results == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "parameter",
+        "views",
+        "element",
+        "gradients",
+        "element, gradients",
+    ],
+)
+def test_after_a_local_step_that_failed_the_next_one_is_taken(run_threads, policy):
+    def serve(group):
+        rank = Rank(group, policy).give_gradients(1.0, 2.0)
+        rank.local.fails = group.rank == 1
+        with pytest.raises((ValueError, RemoteRankError)):
+            rank.step()
+        rank.local.fails = False
+        rank.give_gradients(1.0, 2.0).step()
+        return rank.values
+
+    run = run_threads(2, serve)
+    assert (run.texts, run.results) == (["", ""], [[0.0, -1.0]] * 2)
 
 
 # --- ranks without inputs -------------------------------------------------------------------------

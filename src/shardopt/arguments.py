@@ -46,8 +46,13 @@ def require_possible(
         overlaps: ``overlap_with_ddp``.
 
     Raises:
+        TypeError: One is something else altogether.
         ValueError: They do; says what to pass instead.
     """
+    if not isinstance(sharding, Sharding):
+        raise TypeError(f"sharding: expected a Sharding, got {type(sharding).__name__}")
+    if not callable(optimizer_class):
+        raise TypeError(f"optimizer_class: expected a class, got {optimizer_class!r}")
     if reason := framework.reject_optimizer(optimizer_class):
         raise ValueError(f"optimizer_class: {reason}")
     if overlaps and has_views:

@@ -104,6 +104,11 @@ class ShardedOptimizer:
         if "optim" not in vars(self):
             super().add_param_group(param_group)  # type: ignore[misc]
             return  # the base constructor is reading the first groups, which __init__ then plans together
+        if self.backward_step is not None and self.backward_step.is_driven:
+            raise OverlapError(
+                "add_param_group() after a DDP hook was made, which would not update the new parameters; add all groups "
+                "first, then call hook_with_zero_step()"
+            )
         start, num_params = len(self.param_groups), len(self.shards.params)
         try:
             with raise_together(self._group, doing="add_param_group()"):
@@ -139,10 +144,14 @@ class ShardedOptimizer:
             OverlapError: With ``overlap_with_ddp=True``: no update was made in backward, or gradients were changed after.
         """
         if self.backward_step is not None:
+            if kwargs:
+                raise OverlapError(
+                    f"step() with overlap_with_ddp=True has made its update in backward, so {sorted(kwargs)} come too late"
+                )
             loss = self._evaluate(closure)
             self.backward_step.confirm(LossScale.of(self))
             return loss
-        return self._hooked_step(closure, **kwargs)
+        return self._hooked_step(*([] if closure is None else [closure]), **kwargs)
 
     step.hooked = True  # type: ignore[attr-defined]  # Note [Step hooks]
     """Note [Step hooks]: the framework wraps ``step`` of a class that has no attribute ``hooked`` in what fires step
@@ -155,14 +164,28 @@ class ShardedOptimizer:
         work = self.framework.notify_join(self)
         if work is not None:
             work.wait()
-        if callable(closure):
-            closure = EvaluatedClosure(self._evaluate(closure), self.shards.versions)
-        arguments = kwargs if closure is None else {**kwargs, "closure": closure}
-        return self._stepper.step(
-            partial(self.optim.step, **arguments),
-            scale=LossScale.of(self),
-            is_in_join=bool(self._join_config.enable),
-        )
+        loss, error = None, None
+        try:
+            loss = self._evaluate(closure)
+        except Exception as raised:
+            error = raised
+
+        def step_local() -> Any:
+            if closure is None:
+                return self.optim.step(**kwargs)
+            once = EvaluatedClosure(loss, self.shards.versions) if callable(closure) else closure
+            return self.optim.step(closure=once, **kwargs)
+
+        try:
+            return self._stepper.step(
+                step_local,
+                scale=LossScale.of(self),
+                is_in_join=bool(self._join_config.enable),
+                error=error,
+            )
+        except Exception:
+            LossScale.forget(self)  # a GradScaler removes them only after a step that returns
+            raise
 
     def _evaluate(self, closure: Any) -> Any:
         with self.framework.enable_grad():
@@ -171,8 +194,7 @@ class ShardedOptimizer:
     def __getattr__(self, name: str) -> Any:
         """Offer what the local optimizer has beyond the common interface, e.g. ``train()`` and ``eval()``.
 
-        A method that changes parameters or options is collective: call it on every rank. Changed parameters are
-        exchanged, as after ``step()``.
+        Methods are collective: call them on every rank. If one changes parameters or options, all are exchanged.
         """
         if name.startswith("_") or "optim" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -227,6 +249,10 @@ class ShardedOptimizer:
         if not self._sharding.gradients:
             return self.framework.clip_grad_norm(
                 self.shards.params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            )
+        if self._join_config.enable:
+            raise RuntimeError(
+                "clip_grad_norm_() of sharded gradients cannot be used within Join: ranks without inputs take no part"
             )
         return self._stepper.clip_grad_norm(
             max_norm, norm_type, self.framework.norm, error_if_nonfinite
@@ -287,6 +313,7 @@ class ShardedOptimizer:
             StateMismatchError: It does not fit. As with every failure here, on all ranks, with nothing loaded.
             RankMismatchError: Ranks passed different ones.
         """
+        state_dict = dict(state_dict) if isinstance(state_dict, dict) else state_dict
         with raise_together(self._group, doing="load_state_dict() hooks"):
             for before in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = before(self, state_dict) or state_dict

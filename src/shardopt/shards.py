@@ -16,6 +16,7 @@ from shardopt.buffers import (
     require_unchanged,
 )
 from shardopt.collectives import Group, option_facts, raise_together, require_equal
+from shardopt.errors import ParameterChangedError
 from shardopt.frameworks import Framework
 from shardopt.param_groups import read_specs
 from shardopt.partition import (
@@ -155,7 +156,8 @@ class Shards:
         while self.buckets and max(self.buckets[-1].plan.params) >= num_params:
             self.buckets.pop().restore()
         del self.gradient_buckets[len(self.buckets) if self._sharding.gradients else 0 :]
-        del self.params[num_params:], self.specs[num_params:], self.owners[num_params:]
+        for facts in (self.params, self.specs, self.owners, self._devices):
+            del facts[num_params:]
         self.parts[:] = [part for part in self.parts if part.param < num_params]
         for param in [param for param in self.tensors if param >= num_params]:
             del self.tensors[param]
@@ -209,9 +211,28 @@ class Shards:
                     None if gradient is None else self._gradient_part(gradient, part)
                 )
 
+    def drop_part_gradients(self) -> None:
+        """Let go of the gradients that ``pass_gradients`` cut parts of."""
+        for part in self.parts:
+            if not part.is_whole:
+                self.tensors[part.param].grad = None
+
+    def require_listed(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Raise if the param groups were edited by hand.
+
+        Raises:
+            ParameterChangedError: They hold other parameters than were admitted.
+        """
+        listed = [id(param) for group in param_groups for param in group["params"]]
+        if listed != [id(param) for param in self.params]:
+            raise ParameterChangedError(
+                f"param_groups hold {len(listed)} parameters, which are not the {len(self.params)} that were planned for; "
+                "add parameters with add_param_group(), and make a new optimizer to remove or reorder some"
+            )
+
     def drop_gradients(self) -> None:
-        """Forget the gradients of what this rank updates."""
-        for tensor in self.tensors.values():
+        """Forget all gradients, and those of what this rank updates."""
+        for tensor in [*self.params, *self.tensors.values()]:
             tensor.grad = None
 
     def require_intact(self) -> None:
@@ -219,12 +240,12 @@ class Shards:
         require_unchanged(self.params, self.specs, self._devices)
         for bucket in self.buckets:
             bucket.reattach()
-        if self._sharding.gradients:
+        if self._sharding.gradients or self._sharding.granularity == "element":
             for param, spec in zip(self.params, self.specs, strict=True):
                 if param.grad is not None and param.grad.is_sparse:
                     raise ValueError(
-                        f"{spec.label}: its gradient is sparse, which Sharding(gradients=True) cannot reduce; use dense "
-                        "gradients (nn.Embedding(sparse=False)), or DDP and Sharding(gradients=False)"
+                        f"{spec.label}: its gradient is sparse, which {self._sharding} can neither cut nor reduce; use "
+                        "dense gradients (nn.Embedding(sparse=False)), or DDP and the default Sharding()"
                     )
 
     def require_reduced_only(self) -> None:

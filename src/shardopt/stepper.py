@@ -60,6 +60,7 @@ class Stepper:
         scale: LossScale,
         is_in_join: bool,
         is_joined: bool = False,
+        error: Exception | None = None,
     ) -> Any:
         """Take one step and return what the local optimizer returned. Collective.
 
@@ -68,11 +69,12 @@ class Stepper:
             scale: What a GradScaler left for this step.
             is_in_join: Whether other ranks may have run out of inputs; equal on every rank.
             is_joined: Whether this rank ran out of inputs.
+            error: Why this rank cannot step, if that is known already.
         """
-        error = self._find_error()
-        skip = scale.hand_over(
-            self._group, self._local_optimizer, self._shards.params, in_kernel=not is_in_join
-        )
+        in_kernel = self._divides_in_kernel(is_in_join=is_in_join)
+        error, skip = error or self._find_error(), False
+        if error is None:
+            skip = scale.wants_skip(self._shards.params, in_kernel=in_kernel)
         intent = agree(
             self._group,
             self._param_groups(),
@@ -80,19 +82,37 @@ class Stepper:
             skip=skip,
             is_joined=is_joined,
             updates=self._shards.updating_sections(),
+            facts=scale.facts(in_kernel=in_kernel),
         )
         if intent.is_skipped:
             self.forget_gradients()
             return None
-        updating = self._bring_gradients(intent)
-        copy_options(self._param_groups(), self._local_optimizer.param_groups)
-        update = self._start_update()
-        loss = update.run(step_local)
-        copy_options(self._local_optimizer.param_groups, self._param_groups())
-        scale.take_back(self._local_optimizer)
-        update.finish(self._group, expected=updating, doing="the local optimizer's step()")
-        self.forget_gradients()
+        try:
+            scale.apply(
+                self._group, self._local_optimizer, self._shards.params, in_kernel=in_kernel
+            )
+            updating = self._bring_gradients(intent)
+            copy_options(self._param_groups(), self._local_optimizer.param_groups)
+            update = self._start_update()
+            loss = update.run(step_local)
+            copy_options(self._local_optimizer.param_groups, self._param_groups())
+            update.finish(self._group, expected=updating, doing="the local optimizer's step()")
+        finally:
+            scale.take_back(self._local_optimizer)
+            self.forget_gradients()
         return loss
+
+    def _divides_in_kernel(self, *, is_in_join: bool) -> bool:
+        """Whether a fused kernel may divide by a loss scale.
+
+        Not where gradients of different scales could be averaged first, or where ranks without inputs take part, which
+        have no scaler.
+        """
+        return (
+            not is_in_join
+            and not self._reduces_gradients
+            and getattr(self._local_optimizer, "_step_supports_amp_scaling", False)
+        )
 
     def clip_grad_norm(
         self, max_norm: float, norm_type: float, norm: Norm, error_if_nonfinite: bool
@@ -103,7 +123,12 @@ class Stepper:
             RuntimeError: On every rank, if asked for: the norm is inf or NaN; nothing was scaled.
         """
         shards = self._shards
-        agree(self._group, self._param_groups(), error=self._find_error())
+        agree(
+            self._group,
+            self._param_groups(),
+            error=self._find_error(),
+            facts=[("max_norm", repr(max_norm)), ("norm_type", repr(norm_type))],
+        )
         used = self._reduce(has_inputs=True)
         total = total_norm(
             self._group,
@@ -124,7 +149,8 @@ class Stepper:
         return total
 
     def forget_gradients(self) -> None:
-        """Drop reduced gradients: they were used, or are not wanted."""
+        """Drop gradients that were made for a step: averages, and parts of gradients."""
+        self._shards.drop_part_gradients()
         if self._reduces_gradients:
             self._used = None
             self._shards.drop_gradients()
@@ -133,6 +159,7 @@ class Stepper:
         """Why this rank cannot step."""
         try:
             self._shards.require_intact()
+            self._shards.require_listed(self._param_groups())
             if self._used is not None:
                 self._shards.require_reduced_only()
         except Exception as raised:
@@ -154,20 +181,23 @@ class Stepper:
         return self._used
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the local optimizer; if it changes parameters or options, the ranks exchange and settle.
+        """Call a method of the local optimizer on all ranks. Collective.
 
-        Collective if it changes anything, local otherwise.
+        If it changed parameters or options on any rank, all parameters are exchanged; if it raised on any, all raise.
         """
         copy_options(self._param_groups(), self._local_optimizer.param_groups)
         options = option_facts(self._param_groups())
         update = self._start_update()
         result = update.run(partial(method, *args, **kwargs))
         copy_options(self._local_optimizer.param_groups, self._param_groups())
-        if update.has_moved_params or option_facts(self._param_groups()) != options:
-            name = getattr(method, "__name__", "a method")
-            update.finish(self._group, doing=f"{name}() of the local optimizer")
-        elif update.error is not None:
-            raise update.error
+        has_changed = update.has_moved_params or option_facts(self._param_groups()) != options
+        reports = self._group.all_gather_ints([int(has_changed)])
+        everything = self._shards.sections_with([True] * len(self._shards.params))
+        update.finish(
+            self._group,
+            expected=everything if any(changed for (changed,) in reports) else None,
+            doing=f"{getattr(method, '__name__', 'a method')}() of the local optimizer",
+        )
         return result
 
     def _start_update(self) -> ShardUpdate:

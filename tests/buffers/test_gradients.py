@@ -82,9 +82,10 @@ def test_scaling_rounds_once_in_the_dtype_of_the_gradients(make_bucket, assert_e
     assert_equal(view_of(memory, bucket, params, 0), params[0].grad.clone().mul_(1 / 3))
 
 
-def test_a_parameter_without_gradient_gives_zeros(make_bucket, granularity):
+@pytest.mark.parametrize("alignment_nbytes", [1, ALIGNMENT])
+def test_a_parameter_without_gradient_gives_zeros(make_bucket, granularity, alignment_nbytes):
     params = trained(without=(0, 2))
-    bucket = make_bucket(params, granularity=granularity)
+    bucket = make_bucket(params, granularity=granularity, alignment_nbytes=alignment_nbytes)
     bucket.release(bucket.pack(ALL, scale=1.0).fill_(7.0))
     memory = bucket.pack([param.grad is not None for param in params], scale=1.0)
     found = [view_of(memory, bucket, params, i).ne(0).all().item() for i in range(6)]

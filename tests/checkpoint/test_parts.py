@@ -339,6 +339,13 @@ def test_what_ranks_load_by_element_they_collect_as_the_unsharded_optimizer_has_
     assert_equal(full, kept)
 
 
+def test_parts_with_state_can_be_loaded_again(run_threads):
+    full = unsharded_state_dict()
+    run = run_threads(2, lambda group: Rank(group).load(full).load(full).collect(0))
+    assert run.texts == ["", ""]
+    assert_equal(run.results[0], full)
+
+
 def test_a_shape_that_does_not_fit_stops_ranks_that_own_parts(run_threads):
     full = unsharded_state_dict()
     full["state"][1]["exp_avg"] = torch.zeros(5)

@@ -175,14 +175,16 @@ def test_the_sum_over_a_lone_rank_is_its_own_part():
     assert (out.tolist(), part.tolist()) == ([1.0, 2.0], [1.0, 2.0])
 
 
-def test_the_maximum_over_a_lone_rank_is_its_own():
+@pytest.mark.parametrize("maximum", [False, True])
+def test_the_maximum_or_sum_over_a_lone_rank_is_its_own(maximum):
     tensor = torch.tensor([-1.0, 2.0])
-    LoneRank().all_reduce(tensor, maximum=True)
+    LoneRank().all_reduce(tensor, maximum=maximum)
     assert tensor.tolist() == [-1.0, 2.0]
 
 
 def test_a_lone_rank_gathers_its_own_ints():
     assert LoneRank().all_gather_ints((3, -4)) == [[3, -4]]
+    assert LoneRank().launch_all_gather_ints((3, -4))() == [[3, -4]]
 
 
 def test_a_lone_rank_gathers_its_own_object():
@@ -222,7 +224,7 @@ DATA, CONTROL = NamedGroup("data"), NamedGroup("control")
 class Distributed:
     """Rank 1 of the group of global ranks 4, 6, 9; writes down what is asked of it."""
 
-    ReduceOp = types.SimpleNamespace(MAX="max")
+    ReduceOp = types.SimpleNamespace(MAX="max", SUM="sum")
 
     def __init__(self):
         self.calls = []
@@ -329,6 +331,12 @@ def test_the_maximum_of_cpu_tensors_is_taken_over_the_control_group(group, distr
     assert distributed.calls == [("all_reduce", torch.float32, 1, "max", CONTROL)]
 
 
+@pytest.mark.parametrize(("device", "group_name"), [("cpu", "control"), ("meta", "data")])
+def test_a_sum_is_taken_where_no_maximum_is_asked_for(group, distributed, device, group_name):
+    group.all_reduce(torch.zeros(1, device=device))
+    assert distributed.calls == [("all_reduce", torch.float32, 1, "sum", group_name)]
+
+
 def test_the_maximum_of_other_tensors_is_taken_over_the_process_group(group, distributed):
     group.all_reduce(torch.zeros(1, device="meta"), maximum=True)
     assert distributed.calls == [("all_reduce", torch.float32, 1, "max", DATA)]
@@ -336,6 +344,15 @@ def test_the_maximum_of_other_tensors_is_taken_over_the_process_group(group, dis
 
 def test_gathered_ints_are_plain_and_in_rank_order(group):
     assert group.all_gather_ints([2**62, -5]) == [[2**62 + r, -5 + r] for r in range(3)]
+
+
+def test_a_gather_of_ints_is_launched_before_it_is_awaited(group, distributed):
+    wait = group.launch_all_gather_ints([7])
+    assert (distributed.calls, distributed.work.num_waits) == (
+        [("all_gather", torch.int64, 1, "control")],
+        0,
+    )
+    assert (wait(), distributed.work.num_waits) == ([[7], [8], [9]], 1)
 
 
 def test_ints_travel_as_int64_over_the_control_group(group, distributed):

@@ -336,3 +336,51 @@ def _from_rank_0(zero: Any) -> Any:
     box = [zero.state_dict() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+@run_ranks(1, 2)
+def test_arguments_of_another_type_are_named() -> None:
+    with pytest.raises(TypeError, match="sharding: expected a Sharding, got dict"):
+        sharded(_params((2,)), torch.optim.SGD, sharding={"gradients": True})
+    with pytest.raises(TypeError, match="optimizer_class: expected a class, got 'SGD'"):
+        sharded(_params((2,)), "SGD")
+
+
+@run_ranks(2, 3)
+def test_dtypes_may_be_mixed_by_an_added_group() -> None:
+    for view in (False, True):
+        params = _params((4,), (5,))
+        extra = [nn.Parameter(torch.ones(6, dtype=torch.bfloat16))]
+        zero = sharded(params, torch.optim.SGD, lr=0.5, parameters_as_bucket_view=view)
+        zero.add_param_group({"params": extra})
+        assert [p.dtype for p in (*params, *extra)] == [
+            torch.float32,
+            torch.float32,
+            torch.bfloat16,
+        ]
+        for param in (*params, *extra):
+            param.grad = torch.ones_like(param)
+        zero.step()
+        assert_replicas_equal([*params, *extra])
+
+
+@run_ranks(2, 3)
+def test_after_a_failed_add_param_group_the_optimizer_steps_on() -> None:
+    class Refuses(torch.optim.SGD):
+        def add_param_group(self, group: Any) -> None:
+            if any(p.numel() == 7 for p in group["params"]):
+                raise ValueError("not seven")
+            super().add_param_group(group)
+
+    for view in (False, True):
+        params = _params((4,), (5,))
+        zero = sharded(params, Refuses, lr=0.5, parameters_as_bucket_view=view)
+        extra = {"params": _params((7,), (8,))}
+        assert all(
+            "not seven" in t
+            for t in raises_everywhere(lambda z=zero, e=extra: z.add_param_group(e))
+        )
+        for param in params:
+            param.grad = torch.ones_like(param)
+        zero.step()
+        assert all(torch.equal(p.detach(), torch.full_like(p, 0.5)) for p in params)

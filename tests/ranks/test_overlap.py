@@ -304,12 +304,48 @@ def test_an_exception_in_one_ranks_update_raises_from_backward_on_every_rank(hoo
     ) == (len(texts) - 1)
 
 
+@pytest.mark.parametrize("hook", HOOKS)
 @run_ranks(2)
-def test_rates_that_differ_between_ranks_raise_from_backward_everywhere() -> None:
+def test_rates_that_differ_between_ranks_raise_from_backward_everywhere_and_ddp_goes_on(
+    hook: str,
+) -> None:
+    model, zero = overlapped(make_model(), hook, torch.optim.SGD, lr=0.1)
+    start = [p.detach().clone() for p in model.parameters()]
+    for step in range(3):
+        zero.param_groups[0]["lr"] = 0.1 * (1 + dist.get_rank())
+        texts = raises_everywhere(lambda step=step: loss_of(model, step).backward())
+        assert all("options differ between ranks" in t for t in texts)
+        zero.zero_grad()
+    assert_equal([p.detach() for p in model.parameters()], start)
+    zero.param_groups[0]["lr"] = 0.1
+    loss_of(model, 3).backward()
+    zero.step()
+
+
+@run_ranks(1, 2)
+def test_two_updating_backwards_before_one_step_raise_and_name_no_sync() -> None:
     model, zero = overlapped(make_model(), "after", torch.optim.SGD, lr=0.1)
-    zero.param_groups[0]["lr"] = 0.1 * (1 + dist.get_rank())
-    texts = raises_everywhere(lambda: loss_of(model, 0).backward())
-    assert all("options differ between ranks" in t for t in texts)
+    loss_of(model, 0).backward()
+    loss_of(model, 1).backward()
+    with pytest.raises(
+        OverlapError, match=r"2 updates were made in backward .* under ddp.no_sync\(\)"
+    ):
+        zero.step()
+
+
+@run_ranks(1, 2)
+def test_keywords_of_step_come_too_late() -> None:
+    model, zero = overlapped(make_model(), "after", torch.optim.SGD, lr=0.1)
+    loss_of(model, 0).backward()
+    with pytest.raises(OverlapError, match=r"\['bogus'\] come too late"):
+        zero.step(bogus=3)
+
+
+@run_ranks(1, 2)
+def test_a_group_added_after_the_hook_is_refused() -> None:
+    _, zero = overlapped(make_model(), "after", torch.optim.SGD, lr=0.1)
+    with pytest.raises(OverlapError, match="add all groups first, then call hook_with_zero_step"):
+        zero.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
 @run_ranks(1, 2)

@@ -302,3 +302,43 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_ends() -> None:
         train(again, zero_again, range(3, 6))
         ends.append(again)
     assert_same_params(ends[0], ends[1])
+
+
+@run_ranks(2, 3)
+def test_reading_the_state_of_other_ranks_params_does_no_harm() -> None:
+    model, zero = _trained()
+    expected = full_state_dict(zero)
+    for param in model.parameters():
+        zero.state[param]
+    assert_equal(full_state_dict(zero), expected)
+    for param in model.parameters():
+        zero.state[param]
+    zero.load_state_dict(expected)
+
+
+class _LowRank(torch.optim.SGD):
+    """Keeps state of a shape of its own under a key that torch's optimizers use."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["exp_avg"] = torch.zeros(2)
+        return super().step(closure)
+
+
+@run_ranks(2)
+def test_state_of_a_shape_of_its_own_is_loaded_into_a_fresh_optimizer() -> None:
+    _, zero = _trained(_LowRank)
+    state = full_state_dict(zero)
+    fresh = sharded(make_model().parameters(), _LowRank, lr=0.01)
+    fresh.load_state_dict(state)
+    assert_equal(full_state_dict(fresh), state)
+
+
+@run_ranks(2, 3)
+def test_state_that_cannot_travel_raises_on_every_rank() -> None:
+    _, zero = _trained()
+    if dist.get_rank() == 1:
+        next(iter(zero.state.values()))["function"] = lambda: None
+    texts = raises_everywhere(zero.consolidate_state_dict)
+    assert all("pickle" in t for t in texts)

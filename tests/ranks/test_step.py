@@ -328,8 +328,8 @@ def test_methods_beyond_step_are_those_of_the_wrapped_optimizer() -> None:
     assert zero.double(2) == "done"
     assert all(torch.equal(p.detach(), torch.full_like(p, 2.0)) for p in params)
     assert zero.note == "kept"
-    if dist.get_rank() == 0:
-        assert zero.get_note() == "kept"  # changes nothing, so it is no collective
+    assert zero.get_note() == "kept"
+    assert_replicas_equal(params)
     with pytest.raises(AttributeError, match="no_such_method"):
         zero.no_such_method()
 
@@ -348,3 +348,73 @@ def test_sums_of_gradients_over_micro_batches_equal_the_unsharded() -> None:
     run(reference, torch.optim.AdamW(reference.parameters(), lr=0.01))
     run(model, sharded(model.parameters(), torch.optim.AdamW, lr=0.01))
     assert_same_params(model, reference)
+
+
+@run_ranks(2, 3)
+def test_a_method_that_fails_on_one_rank_raises_on_every_rank() -> None:
+    class Fails(torch.optim.SGD):
+        @torch.no_grad()
+        def double(self) -> None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.mul_(2)
+                    if param.numel() == 4:
+                        raise FloatingPointError("it went wrong")
+
+    params = _with_gradients((5,), (4,), (3,))
+    zero = sharded(params, Fails, lr=0.5)
+    assert all("it went wrong" in t for t in raises_everywhere(zero.double))
+    assert_replicas_equal(params)
+
+
+@run_ranks(2, 3)
+def test_a_closure_that_fails_on_one_rank_raises_on_every_rank() -> None:
+    params = _with_gradients((5,), (4,), (3,))
+    zero = sharded(params, torch.optim.SGD, lr=0.5)
+
+    def closure() -> Tensor:
+        if dist.get_rank() == 1:
+            raise FloatingPointError("no loss")
+        return torch.tensor(0.0)
+
+    assert all("no loss" in t for t in raises_everywhere(lambda: zero.step(closure)))
+    assert all(torch.equal(p.detach(), torch.ones_like(p)) for p in params)
+
+
+@run_ranks(2, 3)
+def test_loss_scales_that_differ_between_ranks_raise_everywhere() -> None:
+    for fused in (False, True):
+        params = _with_gradients((3,), (4,), (5,))
+        zero = sharded(params, torch.optim.Adam, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0 if dist.get_rank() != 1 else 8.0)
+        scaler.scale(torch.ones(()))
+        texts = raises_everywhere(lambda s=scaler, z=zero: s.step(z))
+        assert all(
+            "first difference at GradScaler's scale: 8.0 on rank 1, 4.0 on rank 0" in t
+            for t in texts
+        )
+        assert not {"grad_scale", "found_inf"} & (set(vars(zero)) | set(vars(zero.optim)))
+
+
+@run_ranks(2, 3)
+def test_a_scaler_on_a_rank_without_any_gradient_hangs_nobody() -> None:
+    for fused in (False, True):
+        params = _with_gradients((3,), (4,), (5,))
+        zero = sharded(params, torch.optim.Adam, fused=fused)
+        if dist.get_rank() == 1:
+            zero.zero_grad()
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        scaler.step(zero)
+        assert_replicas_equal(params)
+
+
+@run_ranks(1, 2)
+def test_param_groups_edited_by_hand_raise() -> None:
+    params = _with_gradients((3,), (4,))
+    zero = sharded(params, torch.optim.SGD, lr=0.5)
+    zero.param_groups[0]["params"] = params[:1]
+    with pytest.raises(
+        ParameterChangedError, match="param_groups hold 1 parameters, which are not the 2"
+    ):
+        zero.step()

@@ -83,3 +83,20 @@ def test_a_lone_rank_agrees_with_itself():
 def test_a_lone_rank_raises_its_own_error():
     with pytest.raises(ValueError, match="odd"):
         agree(LoneRank(), GROUPS, error=ValueError("odd"))
+
+
+def test_what_each_rank_updates_is_known_to_all(run_threads):
+    updates = [[True, False, False], [True, False, True], [False] * 3]
+    run = run_threads(3, agreeing([GROUPS] * 3, updates=updates))
+    assert [intent.updating for intent in run.results] == [((0, 1), (), (1,))] * 3
+    assert run.world.num_gathers_by_rank == [{"ints": 1, "object": 0}] * 3
+
+
+def test_more_buckets_than_flags_in_an_int_are_known_to_all(run_threads):
+    updates = [[number % 3 == 0 for number in range(130)], [number == 129 for number in range(130)]]
+    run = run_threads(2, agreeing([GROUPS] * 2, updates=updates))
+    expected = tuple(
+        (*((0,) if number % 3 == 0 else ()), *((1,) if number == 129 else ()))
+        for number in range(130)
+    )
+    assert [intent.updating for intent in run.results] == [expected] * 2

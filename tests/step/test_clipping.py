@@ -103,6 +103,28 @@ def test_a_parameter_without_gradient_does_not_count(run_threads):
     assert [n.item() for n in run.results] == [torch.linalg.vector_norm(norms).item()] * 2
 
 
+@pytest.mark.parametrize("step", [2, 3, 5])
+def test_parameters_without_gradient_do_not_change_the_order_of_the_sum(step):
+    """A sum of squares is vectorized, so zeros among them would round otherwise."""
+    gradients = torch.randn(101, 3, generator=torch.Generator().manual_seed(0)).unbind()
+    params = [torch.nn.Parameter(torch.zeros(3)) for _ in gradients]
+    for index in range(0, len(params), step):
+        params[index].grad = gradients[index]
+    specs = read_specs([{"params": params}])
+    norm = total_norm(
+        LoneRank(),
+        params,
+        specs,
+        whole_parts(specs, [0] * len(params), 0),
+        dict(enumerate(params)),
+        used=[param.grad is not None for param in params],
+        norm_type=2.0,
+        norm=torch.linalg.vector_norm,
+    )
+    expected = torch.nn.utils.clip_grad_norm_(params, 1e9)
+    assert norm.item() == expected.item()
+
+
 @pytest.mark.parametrize("granularity", ["parameter", "element"])
 def test_without_any_gradient_the_norm_is_zero(run_threads, granularity):
     run = run_threads(

@@ -153,6 +153,13 @@ def test_a_fused_optimizer_gets_the_finding_of_any_rank(run_threads):
     assert run_threads(3, serve).results == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("scale", [None, torch.tensor(4.0)])
+def test_a_rank_without_any_gradient_found_no_inf(scale):
+    """The sum over no devices, which GradScaler sets, is the int 0."""
+    loss_scale = LossScale(scale, 0)
+    assert not loss_scale.hand_over(LoneRank(), Optimizer(), trained(None), in_kernel=False)
+
+
 # --- take_back ------------------------------------------------------------------------------------
 
 

@@ -1,18 +1,11 @@
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shardopt.collectives import LoneRank
 from shardopt.step import ShardUpdate, only_params
-from shardopt.step.flags import FLAGS_PER_INT, pack_flags, unpack_flags
+from shardopt.step.flags import FLAGS_PER_INT
 
 OWNERS = [0, 1, 0, 1]
-
-flag_lists = st.one_of(
-    st.lists(st.booleans(), max_size=5),
-    st.lists(st.booleans(), min_size=FLAGS_PER_INT - 1, max_size=2 * FLAGS_PER_INT + 1),
-)
 
 
 def by_index(params):
@@ -198,21 +191,72 @@ def test_more_buckets_than_flags_in_an_int_are_all_exchanged(run_threads, make_b
     assert run_threads(2, serve).results[1] == [0] * (count - 1) + [1]
 
 
-# --- flags ----------------------------------------------------------------------------------------
+# --- finish, where some of it is known ------------------------------------------------------------
 
 
-def test_the_worked_example_of_pack_flags_holds():
-    assert pack_flags([True, False, True]) == [5]
+@pytest.mark.parametrize(
+    "expected",
+    [[(), ()], [(0,), ()], [(0, 1), (0, 1)], [(), (1,)], [(1,), (0,)]],
+    ids=str,
+)
+def test_what_was_expected_or_written_is_on_every_rank(run_threads, make_buckets, expected):
+    def serve(group):
+        params = make_params(group.rank)
+        buckets = make_buckets(params, OWNERS, world_size=2, bucket_nbytes=16)
+        assert [bucket.plan.params for bucket in buckets] == [(0, 1), (2, 3)]
+        update = ShardUpdate(group.rank, buckets, by_index(params))
+        update.run(lambda: fill((0, 0), (1, 3))(group.rank, params))
+        update.finish(group, expected=expected, doing="step()")
+        return [params[0][0].item(), params[3][0].item()]
+
+    run = run_threads(2, serve)
+    assert (run.texts, run.results) == (["", ""], [[99.0, 99.0]] * 2)
+    assert run.num_left_over == 0
 
 
-@given(flag_lists)
-def test_flags_unpacked_are_the_flags_that_were_packed(flags):
-    assert unpack_flags(pack_flags(flags), len(flags)) == flags
+def test_what_was_expected_travels_once_and_is_not_reported(run_threads, make_buckets):
+    def serve(group):
+        params = make_params(group.rank)
+        [bucket] = make_buckets(params, OWNERS, world_size=2, bucket_nbytes=99)
+        update = ShardUpdate(group.rank, [bucket], by_index(params))
+        update.run(lambda: fill((0, 0), (1, 1))(group.rank, params))
+        update.finish(group, expected=[(0, 1)], doing="step()")
+
+    run = run_threads(2, serve)
+    assert sorted((m.src, m.numel) for m in run.world.messages) == [(0, 4), (1, 4)]
 
 
-@given(flag_lists)
-def test_packed_flags_fit_into_an_int64(flags):
-    assert all(0 <= packed < 2**63 for packed in pack_flags(flags))
+def test_what_was_expected_travels_even_if_it_was_not_written(run_threads, make_buckets):
+    def serve(group):
+        params = make_params(group.rank)
+        [bucket] = make_buckets(params, OWNERS, world_size=2, bucket_nbytes=99)
+        ShardUpdate(group.rank, [bucket], by_index(params)).finish(
+            group, expected=[(1,)], doing="step()"
+        )
+        return params[1][0].item()
+
+    run = run_threads(2, serve)
+    assert ([m.src for m in run.world.messages], run.results) == ([1], [11.0, 11.0])
+
+
+def test_an_error_is_reported_where_everything_was_expected(run_threads, make_buckets):
+    def serve(group):
+        params = make_params(group.rank)
+        [bucket] = make_buckets(params, OWNERS, world_size=2, bucket_nbytes=99)
+        update = ShardUpdate(group.rank, [bucket], by_index(params))
+        update.run(lambda: failing_after_a_write(group.rank, params))
+        update.finish(group, expected=[(0, 1)], doing="step()")
+
+    run = run_threads(2, serve)
+    assert run.texts == [
+        "RemoteRankError: step() failed on another rank; rank 1: ValueError: odd",
+        "ValueError: odd",
+    ]
+
+
+def test_ranks_expect_a_list_per_bucket(lone_update):
+    with pytest.raises(ValueError, match="zip"):
+        lone_update[0].finish(LoneRank(), expected=[], doing="step()")
 
 
 # --- only_params ----------------------------------------------------------------------------------

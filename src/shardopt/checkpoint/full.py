@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardopt.checkpoint.consolidate import consolidate
 from shardopt.checkpoint.load import local_part, state_facts, validate
+from shardopt.checkpoint.skeleton import take_tensors
 from shardopt.checkpoint.state_dict import assemble, full_state_dict, renumber, whole_group
 from shardopt.collectives import Group, raise_together, require_equal
 from shardopt.partition import ParamSpec, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def drop_unowned(local_optimizer: Any) -> None:
+    """Drop the empty state that merely reading ``state[param]`` makes for parameters of other ranks."""
+    owned = {id(param) for group in local_optimizer.param_groups for param in group["params"]}
+    state = local_optimizer.state
+    for key in [key for key, entry in state.items() if hasattr(key, "data_ptr") and not entry]:
+        if id(key) not in owned:
+            del state[key]
 
 
 def require_target(group: Group, to: int) -> None:
@@ -54,8 +65,10 @@ def collect_full(
 
     """
     with raise_together(group, doing="state_dict() of the local optimizer"):
+        drop_unowned(local_optimizer)
         local = local_optimizer.state_dict()
         mine = renumber(local, parts)
+        pickle.dumps(take_tensors(mine, is_tensor)[0])  # what cannot travel is to fail here
     state = consolidate(
         group, mine, to=to, chunk_nbytes=chunk_nbytes, empty=empty, is_tensor=is_tensor
     )
@@ -90,13 +103,16 @@ def load_full(
         RankMismatchError: Ranks passed different ones.
     """
     with raise_together(group, doing="load_state_dict()"):
+        drop_unowned(local_optimizer)
         live = renumber(local_optimizer.state_dict(), parts)
         whole = {
             part.param: entry
             for part, entry in live.items()
             if isinstance(part, Part) and part.is_whole
         }
-        validate(state_dict, specs, [len(g["params"]) for g in param_groups], whole)
+        is_known = type(local_optimizer).__module__.partition(".")[0] in ("torch", "tensorplay")
+        num_params_by_group = [len(group["params"]) for group in param_groups]
+        validate(state_dict, specs, num_params_by_group, whole, knows_keys=is_known)
     facts = state_facts(state_dict, specs)
     require_equal(group, facts, subject="every rank must load the same state dict")
     kept = local_optimizer.state, local_optimizer.param_groups

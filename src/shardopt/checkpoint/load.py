@@ -35,6 +35,8 @@ def validate(
     specs: Sequence[ParamSpec],
     num_params_by_group: Sequence[int],
     live_state: Mapping[int, Mapping[str, Any]],
+    *,
+    knows_keys: bool = True,
 ) -> None:
     """Raise unless ``state_dict`` fits; touches nothing.
 
@@ -43,6 +45,7 @@ def validate(
         specs: All parameters.
         num_params_by_group: Parameters in each param group.
         live_state: The present state of the parameters this rank owns, by index; shapes must not change.
+        knows_keys: Whether state is the framework's own optimizers', in which some keys have the parameter's shape.
 
     Raises:
         TypeError: Not a dict.
@@ -69,7 +72,9 @@ def validate(
         entry = state_dict["state"].get(saved, {})
         if isinstance(entry, Mapping):
             for key, value in entry.items():
-                _require_shape(specs[index], key, value, live_state.get(index, {}).get(key))
+                live = live_state.get(index, {}).get(key)
+                if knows_keys or live is not None:
+                    _require_shape(specs[index], key, value, live)
 
 
 def _require_shape(spec: ParamSpec, key: str, value: Any, live: Any) -> None:

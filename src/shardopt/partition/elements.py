@@ -22,7 +22,7 @@ def plan_element_layout(
     Args:
         specs: The parameters to place.
         world_size: Number of ranks, 1 or more.
-        bucket_nbytes: Bound on the bytes of a bucket, above the largest parameter's.
+        bucket_nbytes: Bound on the bytes of the parameters in a bucket, unless it holds but one; padding comes on top.
         alignment_nbytes: Every parameter and every section starts at a multiple of this.
 
     Returns:

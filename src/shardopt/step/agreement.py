@@ -35,6 +35,7 @@ def agree(
     skip: bool = False,
     is_joined: bool = False,
     updates: Sequence[bool] = (),
+    facts: Sequence[tuple[str, str]] = (),
 ) -> Intent:
     """Compare options and settle errors before anything is updated. Collective.
 
@@ -45,12 +46,14 @@ def agree(
         skip: Whether this rank wants the update skipped.
         is_joined: Whether this rank ran out of inputs.
         updates: For each bucket whether this rank has a gradient for something in its section.
+        facts: What is compared beside the options.
 
     Raises:
         Exception: As ``settle``, where ``error`` is set on any rank.
         RankMismatchError: Options differ; without this every shard would be trained with its owner's options.
     """
-    mine = digest(option_facts(param_groups))
+    compared = [*facts, *option_facts(param_groups)]
+    mine = digest(compared)
     words = group.all_gather_ints(
         [int(error is not None), int(skip), int(is_joined), mine, *pack_flags(updates)]
     )
@@ -58,10 +61,9 @@ def agree(
         raise_as_settled(group, error, doing="preparing the step")
     active = tuple(rank for rank, (_, _, joined, *_) in enumerate(words) if not joined)
     if len({words[rank][3] for rank in active}) > 1:
-        facts = [] if is_joined else option_facts(param_groups)
         require_equal(
             group,
-            facts,
+            compared,
             subject="options differ between ranks; set learning rates and schedules alike",
             ranks=active,
         )

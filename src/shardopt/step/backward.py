@@ -27,6 +27,10 @@ MSG_NOT_UPDATED = (
     "ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero)), and call step() only after a "
     "backward outside of ddp.no_sync()"
 )
+MSG_SEVERAL_UPDATES = (
+    "{num} updates were made in backward since the last step(); with overlap_with_ddp=True every backward updates, so "
+    "run all but the last of those that belong to one step under ddp.no_sync()"
+)
 MSG_GRADIENTS_CHANGED = (
     "gradients were changed between backward and step(), but with overlap_with_ddp=True the update has happened in "
     "backward, without that change; clip or scale gradients in the communication hook that is given to "
@@ -77,6 +81,7 @@ class BackwardStep:
         self._buckets_of: dict[tuple[int, ...], list[StagedBucket]] = {}
         self._options: list[dict[str, Any]] | None = None
         self._error: Exception | None = None
+        self._agreed_error: Exception | None = None
         self._window = Window(depth=DEPTH)
         self._num_unconfirmed = 0
         self._gradients: list[tuple[Tensor, int]] = []
@@ -90,8 +95,10 @@ class BackwardStep:
             indices: The parameters; equal on every rank.
             gradients: Their gradients, of their shapes.
         """
-        if self._options is None:
+        if self._options is None and self._agreed_error is None:
             self._begin()
+        if self._agreed_error is not None:
+            return  # on every rank alike; raised by finish, since an exception within a hook would break DDP
         owned = {
             i: gradient
             for i, gradient in zip(indices, gradients, strict=True)
@@ -115,6 +122,9 @@ class BackwardStep:
         Args:
             tracks_gradients: Whether gradients are final by now, so that a later change of one is an error.
         """
+        agreed, self._agreed_error = self._agreed_error, None
+        if agreed is not None:
+            raise agreed
         if self._options is None:
             return
         error, self._error = self._error, None
@@ -128,8 +138,13 @@ class BackwardStep:
             self._gradients = [(g, g._version) for g in gradients if g is not None]
         self._fire_hooks(before=False)
 
+    @property
+    def is_driven(self) -> bool:
+        """Whether a hook was made that calls ``update`` and ``finish``."""
+        return self._is_driven
+
     def drive(self) -> None:
-        """Note that a hook was made that calls ``update`` and ``finish``."""
+        """Note that a hook was made."""
         self._is_driven = True
 
     def confirm(self, scale: LossScale) -> None:
@@ -142,7 +157,9 @@ class BackwardStep:
             raise OverlapError(MSG_GRAD_SCALER)
         if not self._num_unconfirmed:
             raise OverlapError(MSG_NOT_UPDATED)
-        self._num_unconfirmed = 0
+        num_updates, self._num_unconfirmed = self._num_unconfirmed, 0
+        if num_updates > 1:
+            raise OverlapError(MSG_SEVERAL_UPDATES.format(num=num_updates))
         self._require_unchanged_gradients()
 
     def before_zero_grad(self) -> None:
@@ -169,7 +186,11 @@ class BackwardStep:
             self._fire_hooks(before=True)
         except Exception as raised:
             error = raised
-        agree(self._group, self._param_groups(), error=error)
+        try:
+            agree(self._group, self._param_groups(), error=error)
+        except Exception as raised:
+            self._agreed_error = raised
+            return
         copy_options(self._param_groups(), self._local_optimizer.param_groups)
         self._options = [dict(options_of(group)) for group in self._local_optimizer.param_groups]
 

@@ -54,16 +54,18 @@ def reduce_gradients(
     wanted = [bucket for bucket in buckets if any(used[p] for p in bucket.plan.params)]
     run_windowed((partial(_launch, group, bucket, present) for bucket in wanted), depth=DEPTH)
     for param in params:
-        if param.numel():  # an empty one lies in no bucket: its owner's own gradient is the average
-            param.grad = None
+        param.grad = None
     bucket_of = {p: bucket for bucket in wanted for p in bucket.plan.params}
     for part in parts:
-        if part.numel:
-            tensors[part.param].grad = (
-                bucket_of[part.param].reduced(part.param, is_whole=part.is_whole)
-                if used[part.param]
-                else None
-            )
+        tensor = tensors[part.param]
+        if not used[part.param]:
+            tensor.grad = None
+        elif part.param in bucket_of:
+            tensor.grad = bucket_of[part.param].reduced(part.param, is_whole=part.is_whole)
+        else:
+            tensor.grad = (
+                tensor.detach().clone()
+            )  # empty, so in no bucket: any gradient is the average
     return used
 
 

@@ -22,11 +22,12 @@ class LossScale:
 
     Attributes:
         grad_scale: 0-dim, what gradients are to be divided by, or None if that was done.
-        found_inf: 0-dim, above 0 if this rank found an inf or NaN; None without a scaler.
+        found_inf: 0-dim, above 0 if this rank found an inf or NaN; the number 0 where it has no gradient at all; None
+            without a scaler.
     """
 
     grad_scale: Tensor | None
-    found_inf: Tensor | None
+    found_inf: Tensor | int | None
 
     @classmethod
     def of(cls, optimizer: Any) -> LossScale:
@@ -34,37 +35,58 @@ class LossScale:
         attributes = vars(optimizer)
         return cls(attributes.get("grad_scale"), attributes.get("found_inf"))
 
-    def hand_over(
-        self, group: Group, local_optimizer: Any, params: Sequence[Tensor], *, in_kernel: bool
-    ) -> bool:
-        """Prepare the local optimizer for this step; returns whether this rank wants it skipped. Collective.
+    def wants_skip(self, params: Sequence[Tensor], *, in_kernel: bool) -> bool:
+        """Whether this rank found an inf; the host reads it, unless a kernel will. Local."""
+        if self.found_inf is None or in_kernel:
+            return False
+        return bool(self._found_inf(params).item())
 
-        A fused optimizer can divide and skip inside its kernel: it gets both tensors, with the finding of any rank,
-        and the host waits for nothing. For any other the gradients are divided here and the finding is read, as
-        the scaler itself would do.
+    def facts(self, *, in_kernel: bool) -> list[tuple[str, str]]:
+        """The scale, for ranks to compare: gradients of different scales must not be averaged. Local.
+
+        A scale on a GPU is not read where a kernel divides by it, so that the host waits for nothing.
+        """
+        if self.grad_scale is None or (in_kernel and self.grad_scale.device.type != "cpu"):
+            return []
+        return [("GradScaler's scale", repr(self.grad_scale.item()))]
+
+    def apply(
+        self, group: Group, local_optimizer: Any, params: Sequence[Tensor], *, in_kernel: bool
+    ) -> None:
+        """Let the scale be divided out of gradients. Collective.
 
         Args:
             group: The sharding group.
-            local_optimizer: The wrapped optimizer.
-            params: All parameters.
-            in_kernel: Whether to let a fused optimizer do it; equal on every rank. Not where ranks without inputs
-                take part, since they have no scaler.
+            local_optimizer: The wrapped optimizer; with ``in_kernel`` it gets the scale, and the finding of any rank.
+            params: All parameters; otherwise their gradients are divided here, as the scaler itself would do.
+            in_kernel: Whether a fused kernel divides and skips.
         """
         if self.found_inf is None:
-            return False
-        if in_kernel and getattr(local_optimizer, "_step_supports_amp_scaling", False):
-            group.all_reduce(self.found_inf, maximum=True)
+            return
+        if in_kernel:
+            found_inf = self._found_inf(params)
+            group.all_reduce(found_inf, maximum=True)
             local_optimizer.grad_scale = self.grad_scale
-            local_optimizer.found_inf = self.found_inf
-            return False
-        if self.grad_scale is not None:
+            local_optimizer.found_inf = found_inf
+        elif self.grad_scale is not None:
             inverse = self.grad_scale.double().reciprocal().float()
             for param in params:
                 if param.grad is not None:
                     param.grad.detach().mul_(inverse.to(param.grad.device))
-        return bool(self.found_inf.item())
+
+    def _found_inf(self, params: Sequence[Tensor]) -> Tensor:
+        """The finding as a tensor; on a rank without any gradient a scaler leaves the number 0."""
+        if isinstance(self.found_inf, (int, float)):
+            return params[0].detach().new_zeros(()).abs().float() + self.found_inf
+        assert self.found_inf is not None
+        return self.found_inf
 
     def take_back(self, local_optimizer: Any) -> None:
         """Leave nothing of this step on the local optimizer."""
-        vars(local_optimizer).pop("grad_scale", None)
-        vars(local_optimizer).pop("found_inf", None)
+        self.forget(local_optimizer)
+
+    @staticmethod
+    def forget(optimizer: Any) -> None:
+        """Remove what a scaler set on an optimizer."""
+        vars(optimizer).pop("grad_scale", None)
+        vars(optimizer).pop("found_inf", None)
