@@ -101,30 +101,24 @@ def counted(group, function):
     return result, sum(counts.values()) - before
 
 
-def test_a_method_that_changes_nothing_is_local(run_threads):
+def test_a_method_that_changes_nothing_costs_one_gather(run_threads):
     def serve(group):
         rank = Rank(group)
         return counted(group, lambda: rank.stepper.call(rank.local.describe, word="x"))
 
-    assert run_threads(2, serve).results == [(("x", 0.5), 0)] * 2
+    run = run_threads(2, serve)
+    assert (run.results, run.world.messages) == ([(("x", 0.5), 1)] * 2, [])
 
 
-def test_a_local_method_can_be_called_on_one_rank_alone(run_threads):
-    def serve(group):
-        rank = Rank(group)
-        return rank.stepper.call(rank.local.describe, "x") if group.rank == 1 else None
-
-    assert run_threads(2, serve).results == [None, ("x", 0.5)]
-
-
-def test_a_local_method_that_fails_raises_where_it_was_called(run_threads):
+def test_a_method_that_fails_on_one_rank_raises_on_every_rank(run_threads):
     def serve(group):
         rank = Rank(group)
         rank.local.fails = group.rank == 1
-        return counted(group, lambda: rank.stepper.call(rank.local.describe, "x"))
+        return rank.stepper.call(rank.local.describe, "x")
 
-    run = run_threads(2, serve)
-    assert (run.texts, run.results[0]) == (["", "ValueError: odd"], (("x", 0.5), 0))
+    texts = run_threads(2, serve).texts
+    assert texts[1] == "ValueError: odd"
+    assert texts[0].startswith("RemoteRankError: describe() of the local optimizer failed")
 
 
 def test_a_method_sees_the_options_of_the_whole_groups():
@@ -133,12 +127,13 @@ def test_a_method_sees_the_options_of_the_whole_groups():
     assert rank.stepper.call(rank.local.describe, "x") == ("x", 0.25)
 
 
-def test_gradients_make_no_method_collective(run_threads):
+def test_gradients_make_no_method_exchange_anything(run_threads):
     def serve(group):
         rank = Rank(group).give_gradients(1.0, 1.0)
         return counted(group, lambda: rank.stepper.call(rank.local.describe, "x"))[1]
 
-    assert run_threads(2, serve).results == [0, 0]
+    run = run_threads(2, serve)
+    assert (run.results, run.world.messages) == ([1, 1], [])
 
 
 # --- call: collective -----------------------------------------------------------------------------
@@ -159,8 +154,7 @@ def test_options_that_a_method_changes_are_those_of_the_whole_groups(run_threads
         _, count = counted(group, lambda: rank.stepper.call(rank.local.rename, 0.125))
         return rank.groups[0]["lr"], count
 
-    run = run_threads(2, serve)
-    assert (run.results, run.world.messages) == ([(0.125, 1)] * 2, [])
+    assert run_threads(2, serve).results == [(0.125, 2)] * 2
 
 
 def test_a_method_that_fails_after_it_changed_parameters_stops_every_rank(run_threads):
@@ -283,10 +277,12 @@ def after_replacing_data(policy):
     """A step with an evaluated closure, before which the data of a parameter was replaced."""
     rank = Rank(LoneRank(), policy).give_gradients(1.0, 2.0)
     rank.params[0].data = torch.full((4,), 3.0)
-    closure = EvaluatedClosure("loss", rank.shards.versions)
-    result = rank.stepper.step(
-        lambda: (closure(), rank.local.step()), scale=NO_SCALE, is_in_join=False
-    )
+
+    def step_local():
+        closure = EvaluatedClosure("loss", rank.shards.versions)
+        return closure(), rank.local.step()
+
+    result = rank.stepper.step(step_local, scale=NO_SCALE, is_in_join=False)
     return result, rank.values
 
 

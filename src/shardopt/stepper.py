@@ -191,13 +191,13 @@ class Stepper:
         result = update.run(partial(method, *args, **kwargs))
         copy_options(self._local_optimizer.param_groups, self._param_groups())
         has_changed = update.has_moved_params or option_facts(self._param_groups()) != options
-        reports = self._group.all_gather_ints([int(has_changed)])
-        everything = self._shards.sections_with([True] * len(self._shards.params))
-        update.finish(
-            self._group,
-            expected=everything if any(changed for (changed,) in reports) else None,
-            doing=f"{getattr(method, '__name__', 'a method')}() of the local optimizer",
-        )
+        reports = self._group.all_gather_ints([int(has_changed or update.error is not None)])
+        if any(is_affected for (is_affected,) in reports):
+            update.finish(
+                self._group,
+                expected=self._shards.sections_with([True] * len(self._shards.params)),
+                doing=f"{getattr(method, '__name__', 'a method')}() of the local optimizer",
+            )
         return result
 
     def _start_update(self) -> ShardUpdate:

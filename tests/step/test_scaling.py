@@ -24,6 +24,14 @@ def trained(*gradients):
     return params
 
 
+def hand_over(loss_scale, group, optimizer, params, *, in_kernel):
+    """What a step does with a loss scale; returns whether it is skipped."""
+    in_kernel = in_kernel and getattr(optimizer, "_step_supports_amp_scaling", False)
+    is_skipped = loss_scale.wants_skip(params, in_kernel=in_kernel)
+    loss_scale.apply(group, optimizer, params, in_kernel=in_kernel)
+    return is_skipped
+
+
 def scale_of(scale, found):
     return LossScale(
         None if scale is None else torch.tensor(scale),
@@ -57,15 +65,15 @@ def test_attributes_of_the_class_are_no_work_of_a_scaler():
 @pytest.mark.parametrize("in_kernel", [False, True])
 def test_without_a_scaler_nothing_is_skipped_and_gradients_stay(in_kernel):
     params = trained(torch.ones(3))
-    skip = scale_of(None, None).hand_over(
-        LoneRank(), Optimizer(is_fused=True), params, in_kernel=in_kernel
+    skip = hand_over(
+        scale_of(None, None), LoneRank(), Optimizer(is_fused=True), params, in_kernel=in_kernel
     )
     assert (skip, params[0].grad.tolist()) == (False, [1.0, 1.0, 1.0])
 
 
 def test_without_a_scaler_no_rank_talks_to_another():
     assert (
-        scale_of(None, None).hand_over(object(), Optimizer(is_fused=True), [], in_kernel=True)
+        hand_over(scale_of(None, None), object(), Optimizer(is_fused=True), [], in_kernel=True)
         is False
     )
 
@@ -75,25 +83,25 @@ def test_without_a_scaler_no_rank_talks_to_another():
 
 @pytest.mark.parametrize(("found", "skip"), [(0.0, False), (1.0, True)])
 def test_the_step_is_skipped_exactly_where_an_inf_was_found(found, skip):
-    result = scale_of(2.0, found).hand_over(LoneRank(), Optimizer(), [], in_kernel=True)
+    result = hand_over(scale_of(2.0, found), LoneRank(), Optimizer(), [], in_kernel=True)
     assert result is skip
 
 
 def test_gradients_are_divided_by_the_scale():
     params = trained(torch.tensor([8.0, -4.0, 2.0]), None)
-    scale_of(4.0, 0.0).hand_over(LoneRank(), Optimizer(), params, in_kernel=True)
+    hand_over(scale_of(4.0, 0.0), LoneRank(), Optimizer(), params, in_kernel=True)
     assert params[0].grad.tolist() == [2.0, -1.0, 0.5]
 
 
 def test_parameters_without_a_gradient_get_none():
     params = trained(None)
-    scale_of(4.0, 0.0).hand_over(LoneRank(), Optimizer(), params, in_kernel=True)
+    hand_over(scale_of(4.0, 0.0), LoneRank(), Optimizer(), params, in_kernel=True)
     assert params[0].grad is None
 
 
 def test_gradients_that_the_scaler_has_divided_are_left_alone():
     params = trained(torch.tensor([8.0, -4.0, 2.0]))
-    scale_of(None, 0.0).hand_over(LoneRank(), Optimizer(), params, in_kernel=True)
+    hand_over(scale_of(None, 0.0), LoneRank(), Optimizer(), params, in_kernel=True)
     assert params[0].grad.tolist() == [8.0, -4.0, 2.0]
 
 
@@ -106,7 +114,7 @@ def test_gradients_are_divided_bit_by_bit_as_the_scaler_does(dtype, scale):
     gradient = torch.randn(500, generator=generator, dtype=torch.float64).mul(scale / 16).to(dtype)
     param = torch.nn.Parameter(torch.zeros_like(gradient))
     param.grad = gradient.clone()
-    scale_of(scale, 0.0).hand_over(LoneRank(), Optimizer(), [param], in_kernel=False)
+    hand_over(scale_of(scale, 0.0), LoneRank(), Optimizer(), [param], in_kernel=False)
     torch._amp_foreach_non_finite_check_and_unscale_(
         [gradient], torch.zeros(1), torch.tensor(scale).double().reciprocal().float()
     )
@@ -114,12 +122,12 @@ def test_gradients_are_divided_bit_by_bit_as_the_scaler_does(dtype, scale):
 
 
 def test_no_rank_talks_to_another_where_the_host_reads_the_finding():
-    assert scale_of(2.0, 1.0).hand_over(object(), Optimizer(), [], in_kernel=True) is True
+    assert hand_over(scale_of(2.0, 1.0), object(), Optimizer(), [], in_kernel=True) is True
 
 
 def test_a_fused_optimizer_is_not_trusted_with_it_where_ranks_may_have_no_scaler():
     optimizer = Optimizer(is_fused=True)
-    skip = scale_of(2.0, 1.0).hand_over(LoneRank(), optimizer, [], in_kernel=False)
+    skip = hand_over(scale_of(2.0, 1.0), LoneRank(), optimizer, [], in_kernel=False)
     assert (skip, vars(optimizer)) == (True, {"_step_supports_amp_scaling": True})
 
 
@@ -128,26 +136,26 @@ def test_a_fused_optimizer_is_not_trusted_with_it_where_ranks_may_have_no_scaler
 
 def test_a_fused_optimizer_gets_the_scale():
     loss_scale, optimizer = scale_of(2.0, 0.0), Optimizer(is_fused=True)
-    loss_scale.hand_over(LoneRank(), optimizer, [], in_kernel=True)
+    hand_over(loss_scale, LoneRank(), optimizer, [], in_kernel=True)
     assert optimizer.grad_scale is loss_scale.grad_scale
 
 
 def test_a_fused_optimizer_skips_by_itself():
-    assert not scale_of(2.0, 1.0).hand_over(
-        LoneRank(), Optimizer(is_fused=True), [], in_kernel=True
+    assert not hand_over(
+        scale_of(2.0, 1.0), LoneRank(), Optimizer(is_fused=True), [], in_kernel=True
     )
 
 
 def test_a_fused_optimizer_divides_by_itself():
     params = trained(torch.tensor([8.0, -4.0, 2.0]))
-    scale_of(4.0, 0.0).hand_over(LoneRank(), Optimizer(is_fused=True), params, in_kernel=True)
+    hand_over(scale_of(4.0, 0.0), LoneRank(), Optimizer(is_fused=True), params, in_kernel=True)
     assert params[0].grad.tolist() == [8.0, -4.0, 2.0]
 
 
 def test_a_fused_optimizer_gets_the_finding_of_any_rank(run_threads):
     def serve(group):
         optimizer = Optimizer(is_fused=True)
-        scale_of(2.0, float(group.rank == 1)).hand_over(group, optimizer, [], in_kernel=True)
+        hand_over(scale_of(2.0, float(group.rank == 1)), group, optimizer, [], in_kernel=True)
         return optimizer.found_inf.item()
 
     assert run_threads(3, serve).results == [1.0, 1.0, 1.0]
@@ -157,7 +165,7 @@ def test_a_fused_optimizer_gets_the_finding_of_any_rank(run_threads):
 def test_a_rank_without_any_gradient_found_no_inf(scale):
     """The sum over no devices, which GradScaler sets, is the int 0."""
     loss_scale = LossScale(scale, 0)
-    assert not loss_scale.hand_over(LoneRank(), Optimizer(), trained(None), in_kernel=False)
+    assert not hand_over(loss_scale, LoneRank(), Optimizer(), trained(None), in_kernel=False)
 
 
 # --- take_back ------------------------------------------------------------------------------------
@@ -165,7 +173,7 @@ def test_a_rank_without_any_gradient_found_no_inf(scale):
 
 def test_nothing_of_the_step_is_left_on_the_local_optimizer():
     loss_scale, optimizer = scale_of(2.0, 0.0), Optimizer(is_fused=True)
-    loss_scale.hand_over(LoneRank(), optimizer, [], in_kernel=True)
+    hand_over(loss_scale, LoneRank(), optimizer, [], in_kernel=True)
     loss_scale.take_back(optimizer)
     assert vars(optimizer) == {"_step_supports_amp_scaling": True}
 
