@@ -82,7 +82,8 @@ class Stepper:
             skip=skip,
             is_joined=is_joined,
             updates=self._shards.updating_sections(),
-            facts=scale.facts(in_kernel=in_kernel),
+            # gradients that are averaged here are divided first, each by its own rank's scale
+            facts=[] if self._reduces_gradients else scale.facts(in_kernel=in_kernel),
         )
         if intent.is_skipped:
             self.forget_gradients()

@@ -345,3 +345,32 @@ def test_clipping_after_unscaling_equals_the_unsharded() -> None:
     run(reference, plain, lambda: nn.utils.clip_grad_norm_(reference.parameters(), 0.01))
     run(model, zero, lambda: zero.clip_grad_norm_(0.01))
     assert_same_params(model, reference.module)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@run_ranks(2, 3)
+def test_training_goes_on_rightly_after_an_inf_on_one_rank_parted_the_scales(fused: bool) -> None:
+    """Scales are powers of two, so scaling and dividing round nothing."""
+    reference, model = make_model(), make_model()
+    plain = torch.optim.AdamW(reference.parameters(), lr=0.01, fused=fused)
+    zero = sharded(
+        model.parameters(),
+        torch.optim.AdamW,
+        lr=0.01,
+        fused=fused,
+        sharding=Sharding(gradients=True),
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=2)
+    for step in range(6):
+        if step != 1:
+            train_unsharded(reference, plain, range(step, step + 1))
+        zero.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        if step == 1 and dist.get_rank() == 0:
+            next(model.parameters()).grad.fill_(torch.inf)
+        scaler.step(zero)
+        scaler.update()
+    scales: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(scales, scaler.get_scale())
+    assert len(set(scales)) > 1
+    assert_same_params(model, reference)
