@@ -211,8 +211,14 @@ def test_every_byte_travels_once_and_only_to_the_receiving_rank(run_threads):
 
 def test_small_tensors_of_a_dtype_travel_together(run_threads):
     state = {i: {"step": torch.tensor(1.0), "sum": torch.ones(2)} for i in range(5)}
-    run = run_threads(2, gather([{}, state], chunk_nbytes=60))
+    run = run_threads(2, gather([{}, state], chunk_nbytes=120))
     assert [message.nbytes for message in run.world.messages] == [60]
+
+
+def test_two_messages_in_flight_hold_the_bound_together(run_threads):
+    state = {0: {"sum": torch.ones(15)}}
+    run = run_threads(2, gather([{}, state], chunk_nbytes=40))
+    assert [message.nbytes for message in run.world.messages] == [20, 20, 20]
 
 
 def test_each_dtype_travels_by_itself(run_threads):

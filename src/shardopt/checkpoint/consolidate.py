@@ -38,13 +38,13 @@ def consolidate(
     """Collect the states of all ranks on rank ``to``. Collective.
 
     Tensors travel as they are, point to point and in chunks; only their shapes, and values that are no tensors, are
-    pickled. A rank other than ``to`` needs memory for two chunks beyond its own state.
+    pickled. A rank other than ``to`` needs ``chunk_nbytes`` of memory beyond its own state.
 
     Args:
         group: The sharding group.
         state: This rank's state; keys of different ranks differ.
         to: The receiving rank.
-        chunk_nbytes: Bytes of one message.
+        chunk_nbytes: Bytes of all messages in flight together.
         empty: Makes a flat CPU tensor from a numel and ``str(dtype)``.
         is_tensor: Whether a value is a tensor.
 
@@ -98,7 +98,9 @@ def _plan(
     for kind in kinds.values():
         numels = [flat.numel() for flat in kind]
         itemsize = int(kind[0].element_size())
-        for chunk in plan_chunks(numels, chunk_nbytes=chunk_nbytes, itemsize=itemsize):
+        for chunk in plan_chunks(
+            numels, chunk_nbytes=chunk_nbytes, itemsize=itemsize, in_flight=DEPTH
+        ):
             yield chunk, kind
 
 

@@ -59,7 +59,7 @@ def collect_full(
         specs: All parameters.
         param_groups: Of the whole optimizer.
         to: The receiving rank.
-        chunk_nbytes: Bytes of one message.
+        chunk_nbytes: Bytes of all messages in flight together.
         empty: Makes a flat CPU tensor from a numel and ``str(dtype)``.
         is_tensor: Whether a value is a tensor.
 

@@ -32,17 +32,20 @@ class Chunk:
         return sum(piece.numel for piece in self.pieces)
 
 
-def plan_chunks(numels: Sequence[int], *, chunk_nbytes: int, itemsize: int) -> list[Chunk]:
+def plan_chunks(
+    numels: Sequence[int], *, chunk_nbytes: int, itemsize: int, in_flight: int = 1
+) -> list[Chunk]:
     """Cut tensors of one dtype, laid end to end, into chunks of equal size but for the last.
 
     Example: ``plan_chunks([3, 5], chunk_nbytes=16, itemsize=4)`` gives two chunks: ``0[0, 3) + 1[0, 1)`` and ``1[1, 5)``.
 
     Args:
         numels: Elements of each tensor.
-        chunk_nbytes: Bytes of a chunk; it holds one element at least.
+        chunk_nbytes: Bytes of all chunks in flight together; a chunk holds one element at least.
         itemsize: Bytes per element.
+        in_flight: How many chunks are in flight at a time.
     """
-    chunk_numel = max(1, chunk_nbytes // itemsize)
+    chunk_numel = max(1, chunk_nbytes // (itemsize * in_flight))
     chunks: list[Chunk] = []
     pieces: list[Piece] = []
     room = chunk_numel
