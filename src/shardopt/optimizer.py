@@ -263,8 +263,9 @@ class ShardedOptimizer:
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collect the whole state on rank ``to`` of the group, in CPU memory, for ``state_dict()``. Collective.
 
-        Tensors travel in chunks; ranks other than ``to`` hold ``Sharding.bucket_mb`` of them beyond their own state. What an earlier call collected is dropped on every rank. Rank ``to`` holds what was collected until the
-        next call, or until ``load_state_dict()``.
+        Tensors travel in chunks; ranks other than ``to`` hold ``Sharding.bucket_mb`` of them beyond their own state.
+        What an earlier call collected is dropped on every rank. Rank ``to`` holds what was collected until the next
+        call, or until ``load_state_dict()``.
 
         Raises:
             ValueError: ``to`` is no rank of the group, or not equal on all ranks.

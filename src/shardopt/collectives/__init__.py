@@ -1,7 +1,8 @@
 """The only door to other ranks.
 
 ``group`` holds the sharding group: a real process group, or one rank alone on the same path. ``agreement`` lets all
-ranks raise or none, ``facts`` says what of their options they can compare. ``window`` keeps a bounded number of collectives in flight and awaits each exactly once.
+ranks raise or none, ``facts`` says what of their options they can compare, ``window`` keeps a bounded number of
+collectives in flight and awaits each exactly once.
 This room sees flat tensors and plain values; it knows nothing of parameters, layouts or optimizers, and reaches a
 framework only through the modules it is handed.
 """

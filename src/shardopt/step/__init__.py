@@ -1,9 +1,9 @@
 """One step: agree, update the parameters this rank owns, exchange what changed.
 
-``reduction`` averages gradients where nobody else does, ``options`` keeps the hyperparameters of the whole and of the local optimizer equal, ``agreement`` compares what ranks
-intend before anything is updated, ``update`` runs the local optimizer and settles its errors, ``exchange`` moves the
-parameters, ``catch_up`` gives ranks without inputs what they need to take part, ``scaling`` speaks to GradScaler,
-``clipping`` takes norms over ranks.
+``agreement`` compares what ranks intend before anything is updated, ``reduction`` averages gradients where nobody
+else does, ``options`` keeps the hyperparameters of the whole and of the local optimizer equal, ``update`` runs the local
+optimizer and settles its errors, ``exchange`` moves the parameters. ``backward`` does this inside backward, ``catch_up``
+gives ranks without inputs what they need to take part, ``scaling`` speaks to GradScaler, ``clipping`` takes norms.
 The order of collectives is the same on every rank, whatever each of them has to update.
 """
 
