@@ -41,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
 def launch(ranks: int) -> int:
     """Start this script again on ``ranks`` processes and return their exit status."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    command = [sys.executable, "-m", LAUNCHER, f"--nproc-per-node={ranks}", *sys.argv]
+    command = [sys.executable, "-m", LAUNCHER, f"--nproc-per-node={ranks}", "--", *sys.argv]
     return subprocess.run(command, env=environment, check=False).returncode
 
 
