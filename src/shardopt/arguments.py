@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from shardopt.frameworks import Framework
@@ -24,7 +25,7 @@ def policy_facts(
         ("optimizer_class", name_of(optimizer_class)),
         ("parameters_as_bucket_view", str(has_views)),
         ("overlap_with_ddp", str(overlaps)),
-        ("sharding", str(sharding)),
+        ("sharding", sharding.facts()),
     ]
 
 
@@ -66,14 +67,55 @@ def require_possible(
             f"overlap_with_ddp=True steps whole parameters in DDP's backward, so it excludes {sharding}; "
             "use overlap_with_ddp=False"
         )
-    if sharding.granularity == "element":
-        if not has_views:
-            raise ValueError(
-                "Sharding(granularity='element') cuts flat buckets, of which parameters have to be views; pass "
-                "parameters_as_bucket_view=True"
-            )
-        if not framework.is_elementwise(optimizer_class):
-            raise ValueError(
-                f"optimizer_class: {name_of(optimizer_class)} is not known to update every element on its own, so parts "
-                "of parameters could give other results, silently; use Sharding(granularity='parameter')"
-            )
+    if sharding.step_in_backward and framework.autograd is None:
+        raise ValueError(
+            f"{sharding}: backward cannot be watched in {framework.name}; use step_in_backward=False"
+        )
+    if sharding.step_in_backward and not framework.is_separable(optimizer_class):
+        raise ValueError(
+            f"optimizer_class: {name_of(optimizer_class)} is not known to update every parameter on its own, so it "
+            "cannot be run bucket by bucket; use step_in_backward=False"
+        )
+
+
+def require_cuttable(
+    framework: Framework,
+    optimizer_class: Any,
+    sharding: Sharding,
+    granularities: Sequence[str],
+    *,
+    has_views: bool,
+    overlaps: bool,
+) -> None:
+    """Raise if a param group is to be cut by element and cannot be.
+
+    Args:
+        framework: Knows its optimizers.
+        optimizer_class: The wrapped class.
+        sharding: The policy.
+        granularities: Of some param groups.
+        has_views: ``parameters_as_bucket_view``.
+        overlaps: ``overlap_with_ddp``.
+
+    Raises:
+        ValueError: Says what to pass instead.
+    """
+    if "element" not in granularities:
+        return
+    if not has_views or overlaps:
+        raise ValueError(
+            "element granularity cuts flat buckets, of which parameters have to be views; pass "
+            "parameters_as_bucket_view=True, and overlap_with_ddp=False"
+        )
+    is_elementwise = framework.is_elementwise(optimizer_class)
+    if not is_elementwise and framework.is_separable(optimizer_class):
+        raise ValueError(
+            f"optimizer_class: {name_of(optimizer_class)} looks at whole parameters, so parts of them would give other "
+            "results, silently; use granularity='parameter'"
+        )
+    if not is_elementwise and not sharding.elementwise:
+        raise ValueError(
+            f"optimizer_class: {name_of(optimizer_class)} is not known to update every element on its own, so parts "
+            "of parameters could give other results, silently; use granularity='parameter', or vouch for it with "
+            "Sharding(elementwise=True)"
+        )

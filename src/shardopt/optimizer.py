@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
-from shardopt.arguments import name_of, policy_facts, require_possible
-from shardopt.checkpoint import collect_full, load_full, map_tensors, require_target
+from shardopt.arguments import (
+    name_of,
+    policy_facts,
+    require_cuttable,
+    require_possible,
+)
+from shardopt.attachment import Attachment, equalize_buffers
+from shardopt.checkpoint import map_tensors, require_target
+from shardopt.clipper import Clipper
 from shardopt.collectives import raise_together
 from shardopt.errors import NotConsolidatedError, OverlapError
 from shardopt.frameworks import Framework
 from shardopt.join import stand_last
-from shardopt.param_groups import read_param_group, read_param_groups
+from shardopt.param_groups import read_param_group, read_param_groups, take_granularity
 from shardopt.sharding import Sharding
 from shardopt.shards import Shards
+from shardopt.state import ShardedState
 from shardopt.step import (
     MSG_GRADIENTS_CHANGED,
     BackwardStep,
     EvaluatedClosure,
+    Exchange,
+    GradientIntake,
+    GradientReducer,
     LossScale,
     copy_options,
 )
@@ -64,16 +76,22 @@ class ShardedOptimizer:
         self.framework.init_joinable(self)
         self._group = self.framework.find_group(process_group)
         self._sharding = sharding
+        self._optimizer_class = optimizer_class
         self._snapshot: dict[str, Any] | None = None
         modes = {"has_views": parameters_as_bucket_view, "overlaps": overlap_with_ddp}
         with raise_together(self._group, doing="making the optimizer"):
             require_possible(self.framework, optimizer_class, sharding, **modes)
             groups = read_param_groups(params, self.framework)
+            self._granularities = [take_granularity(g, sharding.granularity) for g in groups]
+            require_cuttable(
+                self.framework, optimizer_class, sharding, self._granularities, **modes
+            )
             super().__init__(groups, dict(defaults))  # type: ignore[call-arg]
         has_views = parameters_as_bucket_view and not overlap_with_ddp
         self.shards = Shards(self._group, self.framework, sharding, has_views=has_views)
         policy = policy_facts(optimizer_class, sharding, **modes)
-        self.shards.admit(self.param_groups, self.shards.plan(self.param_groups, policy))
+        plan = self.shards.plan(self.param_groups, self._granularities, policy)
+        self.shards.admit(self.param_groups, plan)
         try:
             with raise_together(self._group, doing=f"making the local {name_of(optimizer_class)}"):
                 self.optim = optimizer_class(
@@ -83,16 +101,54 @@ class ShardedOptimizer:
             self.shards.retract(0)
             raise
         copy_options(self.optim.param_groups, self.param_groups)
-        self.state = self.optim.state
         self.defaults = self.optim.defaults
-        self._stepper = Stepper(
-            self._group,
-            self.shards,
-            self.optim,
-            param_groups=lambda: self.param_groups,
-            reduces_gradients=sharding.gradients,
-        )
+        self._bind(is_separable=self.framework.is_separable(optimizer_class))
         self.backward_step = self._make_backward_step() if overlap_with_ddp else None
+
+    def _bind(self, *, is_separable: bool) -> None:
+        """Make the pieces that work on what is sharded."""
+        shards, group = self.shards, self._group
+        self._state = ShardedState(
+            group, self.framework, shards, self.optim, chunk_nbytes=self._sharding.bucket_nbytes
+        )
+        self.state = self._state.live
+        self._exchange = Exchange(
+            group, shards.buckets, is_bounded=not shards.has_views, touch=shards.touch
+        )
+        self._clipper = Clipper(
+            group, shards, self.framework.norm, param_groups=lambda: self.param_groups
+        )
+        self._intake = self._make_intake() if self._sharding.gradients else None
+        self._stepper = Stepper(
+            group,
+            shards,
+            self.optim,
+            self._exchange,
+            self._intake,
+            param_groups=lambda: self.param_groups,
+            is_separable=is_separable,
+        )
+
+    def _make_intake(self) -> GradientIntake:
+        shards = self.shards
+        intake = GradientIntake(
+            self._group,
+            GradientReducer(
+                self._group,
+                shards.gradient_buckets,
+                shards.params,
+                shards.specs,
+                in_flight_nbytes=2 * self._sharding.bucket_nbytes,
+            ),
+            params=shards.params,
+            bucket_of=shards.gradient_bucket_of,
+            owned=shards.reduced_gradient,
+            norms=lambda norm_type: self._clipper.norms(norm_type, intake.used),
+            autograd=self.framework.autograd,
+            is_paused=lambda: bool(self._join_config.enable),
+        )
+        intake.watch()
+        return intake
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, also in mid-training; earlier parameters keep owner and state. Collective.
@@ -110,10 +166,23 @@ class ShardedOptimizer:
                 "first, then call hook_with_zero_step()"
             )
         start, num_params = len(self.param_groups), len(self.shards.params)
+        self._exchange.drain()
         try:
             with raise_together(self._group, doing="add_param_group()"):
-                super().add_param_group(read_param_group(param_group, self.framework))  # type: ignore[misc]
-            plan = self.shards.plan(self.param_groups, [("param groups", str(start + 1))])
+                group = read_param_group(param_group, self.framework)
+                granularity = take_granularity(group, self._sharding.granularity)
+                require_cuttable(
+                    self.framework,
+                    self._optimizer_class,
+                    self._sharding,
+                    [granularity],
+                    has_views=self.shards.has_views,
+                    overlaps=self.backward_step is not None,
+                )
+                super().add_param_group(group)  # type: ignore[misc]
+            self._granularities.append(granularity)
+            policy = [("param groups", str(start + 1))]
+            plan = self.shards.plan(self.param_groups, self._granularities, policy)
             self.shards.admit(self.param_groups, plan)
             with raise_together(self._group, doing="add_param_group() of the local optimizer"):
                 for group in self.shards.local_groups(self.param_groups, start=start):
@@ -121,9 +190,13 @@ class ShardedOptimizer:
         except Exception:
             del self.param_groups[start:]
             del self.optim.param_groups[start:]
+            del self._granularities[start:]
             self.shards.retract(num_params)
             raise
         copy_options(self.optim.param_groups, self.param_groups)
+        self.state = self._state.live
+        if self._intake is not None:
+            self._intake.watch()
 
     # --- The step ---------------------------------------------------------------------------------------------
 
@@ -219,7 +292,8 @@ class ShardedOptimizer:
         """Reset the gradients of all parameters, as the framework's ``Optimizer`` does. Local."""
         if self.backward_step is not None:
             self.backward_step.before_zero_grad()
-        self._stepper.forget_gradients()
+        if self._intake is not None:
+            self._intake.forget(after_step=False)
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def clip_grad_norm_(
@@ -246,17 +320,72 @@ class ShardedOptimizer:
             raise OverlapError(MSG_GRADIENTS_CHANGED)
         if not norm_type > 0:
             raise ValueError(f"norm_type: expected a number above 0, or inf, got {norm_type!r}")
-        if not self._sharding.gradients:
+        if self._intake is None:
             return self.framework.clip_grad_norm(
                 self.shards.params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
             )
-        if self._join_config.enable:
-            raise RuntimeError(
-                "clip_grad_norm_() of sharded gradients cannot be used within Join: ranks without inputs take no part"
-            )
-        return self._stepper.clip_grad_norm(
-            max_norm, norm_type, self.framework.norm, error_if_nonfinite
+        return self._clipper.clip(
+            self._intake, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients of every backward within the block add up on this rank, unreduced. Local.
+
+        The next backward outside of it reduces them together with its own, or else ``step()`` does: less traffic, at the
+        price of whole gradients in the meantime. With gradients that DDP averages, use DDP's own.
+
+        Raises:
+            RuntimeError: This optimizer does not reduce gradients.
+        """
+        if self._intake is None:
+            raise RuntimeError(
+                "no_sync() of an optimizer that does not reduce gradients; use that of DDP, or Sharding(gradients=True)"
+            )
+        with self._intake.pause():
+            yield
+
+    # --- The module -------------------------------------------------------------------------------------------
+
+    def attach(self, module: Any, *, broadcast_buffers: bool = False) -> None:
+        """Let ``step()`` return while parameters travel; each submodule's forward waits for those it holds. Collective.
+
+        Whatever reads parameters elsewhere between ``step()`` and the end of the next forward has to call ``wait()``
+        first; ``module.state_dict()`` does.
+
+        Args:
+            module: The module that is called in training; holds some or all parameters.
+            broadcast_buffers: Make its buffers those of the first rank of the group now.
+
+        Raises:
+            ValueError: Parameters are no bucket views, which the exchange could write to meanwhile.
+            RankMismatchError: Modules of different ranks have different buffers.
+        """
+        if not self.shards.has_views or self.backward_step is not None:
+            raise ValueError(
+                "attach() lets parameters arrive during forward, for which they have to be bucket views; pass "
+                "parameters_as_bucket_view=True, and overlap_with_ddp=False"
+            )
+        if broadcast_buffers:
+            equalize_buffers(self._group, module)
+        bucket_of = {id(self.shards.params[p]): n for p, n in self.shards.bucket_of.items()}
+        self._stepper.attachments.append(
+            Attachment(
+                module,
+                self._exchange,
+                bucket_of=bucket_of,
+                outside_of_graphs=self.framework.outside_of_graphs,
+            )
+        )
+
+    def wait(self) -> None:
+        """Wait until all parameters are what the last ``step()`` made of them. Local."""
+        self._exchange.drain()
+
+    @property
+    def imbalance(self) -> float:
+        """What the rank that carries most carries, over the mean of all ranks: 1.0 is even; see ``Sharding.cost``."""
+        return self.shards.imbalance
 
     # --- State dicts ------------------------------------------------------------------------------------------
 
@@ -272,17 +401,7 @@ class ShardedOptimizer:
         """
         require_target(self._group, to)
         self._snapshot = None  # before the next one is collected, so that there are never two
-        self._snapshot = collect_full(
-            self._group,
-            self.optim,
-            parts=self.shards.parts,
-            specs=self.shards.specs,
-            param_groups=self.param_groups,
-            to=to,
-            chunk_nbytes=self._sharding.bucket_nbytes,
-            empty=self.framework.empty_on_cpu,
-            is_tensor=self.framework.is_tensor,
-        )
+        self._snapshot = self._state.collect(self.param_groups, to=to)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the last consolidated state, as the unsharded optimizer's ``state_dict()`` would be then. Local.
@@ -317,17 +436,9 @@ class ShardedOptimizer:
         with raise_together(self._group, doing="load_state_dict() hooks"):
             for before in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = before(self, state_dict) or state_dict
-        load_full(
-            self._group,
-            self.optim,
-            state_dict,
-            parts=self.shards.parts,
-            specs=self.shards.specs,
-            param_groups=self.param_groups,
-            is_tensor=self.framework.is_tensor,
-        )
+        self._state.load(state_dict, self.param_groups)
         self._snapshot = None
-        self.state = self.optim.state
+        self.state = self._state.live
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

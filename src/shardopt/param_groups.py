@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from shardopt.frameworks import Framework
 from shardopt.partition import ParamSpec
+
+GRANULARITIES = ("parameter", "element")
 
 
 def read_param_groups(params: Any, framework: Framework) -> list[dict[str, Any]]:
@@ -65,25 +68,61 @@ def _reject_set(params: Any) -> None:
         raise TypeError("params: got a set, whose order differs between ranks; pass a list")
 
 
-def read_specs(groups: Sequence[dict[str, Any]]) -> list[ParamSpec]:
-    """State the facts of all parameters, in the order of the groups."""
+def take_granularity(group: dict[str, Any], default: str) -> str:
+    """Remove a param group's own granularity from it, so that it is no option of the wrapped optimizer, and return it.
+
+    Raises:
+        ValueError: It is none.
+    """
+    granularity = group.pop("granularity", default)
+    if granularity not in GRANULARITIES:
+        raise ValueError(
+            f"granularity of a param group: expected one of {GRANULARITIES}, got {granularity!r}"
+        )
+    return str(granularity)
+
+
+def read_specs(
+    groups: Sequence[dict[str, Any]],
+    granularities: Sequence[str] | None = None,
+    cost: Callable[[ParamSpec], float] | None = None,
+) -> list[ParamSpec]:
+    """State the facts of all parameters, in the order of the groups.
+
+    Args:
+        groups: The param groups.
+        granularities: Of each group; by parameter if not given.
+        cost: What updating a parameter costs.
+
+    Raises:
+        ValueError: ``cost`` returned something else than a finite number from 0 on.
+    """
     specs: list[ParamSpec] = []
     devices: dict[str, str] = {}
     for number, group in enumerate(groups):
+        is_cut = granularities is not None and granularities[number] == "element"
         names = group.get("param_names") or [None] * len(group["params"])
         for name, param in zip(names, group["params"], strict=True):
             device = devices.setdefault(str(param.device), f"{param.device.type}#{len(devices)}")
-            specs.append(
-                ParamSpec(
-                    index=len(specs),
-                    name=name,
-                    group=number,
-                    shape=tuple(param.shape),
-                    stride=tuple(param.stride()),
-                    dtype=str(param.dtype),
-                    itemsize=int(param.element_size()),
-                    device=device,
-                    requires_grad=bool(param.requires_grad),
-                )
+            spec = ParamSpec(
+                index=len(specs),
+                name=name,
+                group=number,
+                shape=tuple(param.shape),
+                stride=tuple(param.stride()),
+                dtype=str(param.dtype),
+                itemsize=int(param.element_size()),
+                device=device,
+                requires_grad=bool(param.requires_grad),
+                is_cut=is_cut,
             )
+            specs.append(spec if cost is None else replace(spec, cost=_checked(cost(spec), spec)))
     return specs
+
+
+def _checked(cost: Any, spec: ParamSpec) -> float:
+    if not isinstance(cost, (int, float)) or not 0 <= cost < float("inf"):
+        raise ValueError(
+            f"{spec.label}: cost() returned {cost!r}, expected a finite number from 0 on"
+        )
+    return float(cost)

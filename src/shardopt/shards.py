@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardopt.buffers import (
     GradientBucket,
+    OwnedSection,
     ParamBucket,
     StagedBucket,
     StagingPool,
@@ -24,12 +25,13 @@ from shardopt.partition import (
     Layout,
     ParamSpec,
     Part,
-    element_parts,
+    imbalance_of,
     loads_of,
+    parts_of,
     plan_element_layout,
     plan_layout,
     plan_owners,
-    whole_parts,
+    plan_reduction,
 )
 from shardopt.sharding import Sharding
 from shardopt.step import equalize
@@ -41,6 +43,10 @@ VIEW_ALIGNMENT_NBYTES = 64
 """Where parameters may start in a flat bucket: torch's own CPU allocator aligns to 64 bytes, and matrix kernels may
 choose other instructions, hence other roundings, below that."""
 
+DIRECT_NBYTES = 2**19
+"""From where on a gradient on the CPU is sent from its own memory: below, a message costs more than a copy (2 cores, gloo
+over loopback: some 50 microseconds, against 0.2 ms per MB)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -48,7 +54,7 @@ class Plan:
 
     Attributes:
         specs: The facts of all parameters, those admitted before included.
-        owners: The owner of each.
+        owners: The owner of each; of no meaning for one that is cut by element, unless it is empty.
         layout: The buckets of those that are new.
     """
 
@@ -60,9 +66,10 @@ class Plan:
 class Shards:
     """Parameters, by index, with who owns them and which bucket they travel in.
 
-    ``parts`` is what this rank owns, and ``tensors`` what its local optimizer updates for each of them: the parameter, or
-    at element granularity a flat parameter in the same memory. All of it only ever grows, by ``admit``; what was
-    admitted keeps its place.
+    ``parts`` is what this rank owns, and ``tensors`` what its local optimizer updates for each of them: the parameter,
+    at element granularity a flat parameter in the same memory, or master weights. ``buckets`` and ``sections`` (what this
+    rank owns of each bucket) go side by side; gradients have buckets of their own. All of it only ever grows, by
+    ``admit``; what was admitted keeps its place.
     """
 
     def __init__(
@@ -75,99 +82,121 @@ class Shards:
         self.owners: list[int] = []
         self.parts: list[Part] = []
         self.tensors: dict[int, Tensor] = {}
+        self.bucket_of: dict[int, int] = {}
         self.buckets: list[ParamBucket] = []
+        self.sections: list[OwnedSection] = []
         self.gradient_buckets: list[GradientBucket] = []
+        self.gradient_bucket_of: dict[int, int] = {}
+        self.has_views = has_views
         self._devices: list[Any] = []
         self._framework = framework
         self._sharding = sharding
-        self._has_views = has_views
         self._pool = StagingPool()
 
     def plan(
-        self, param_groups: Sequence[dict[str, Any]], policy: Sequence[tuple[str, str]]
+        self,
+        param_groups: Sequence[dict[str, Any]],
+        granularities: Sequence[str],
+        policy: Sequence[tuple[str, str]],
     ) -> Plan:
         """Compare what every rank was given, then give the parameters not yet admitted owners and buckets. Collective.
 
         Args:
             param_groups: Those admitted, followed by new ones.
+            granularities: Of each group.
             policy: Further (label, value) facts that ranks must share.
 
         Raises:
             RankMismatchError: Ranks were given different things; names the first difference.
             ValueError: Two parameters share memory, here; ``RemoteRankError`` on other ranks.
         """
-        specs = read_specs(param_groups)
-        facts = [(f"param {s.index}", s.facts(with_stride=self._has_views)) for s in specs]
-        require_equal(
-            self.group,
-            [*policy, *facts, *option_facts(param_groups)],
-            subject="every rank must make the same optimizer",
-        )
         with raise_together(self.group, doing="checking parameters"):
+            specs = read_specs(param_groups, granularities, self._sharding.cost)
             if pair := find_shared_memory([p for g in param_groups for p in g["params"]]):
                 first, second = (specs[i].label for i in pair)
                 raise ValueError(
                     f"{first} and {second} overlap in memory, so two ranks would overwrite each other's updates; "
                     "pass one parameter for each piece of memory"
                 )
+        facts = [(f"param {s.index}", s.facts(with_stride=self.has_views)) for s in specs]
+        require_equal(
+            self.group,
+            [*policy, *facts, *option_facts(param_groups)],
+            subject="every rank must make the same optimizer",
+        )
         new = specs[len(self.specs) :]
-        world_size, bucket_nbytes = self.group.world_size, self._sharding.bucket_nbytes
-        if self._sharding.granularity == "element":
-            owners = [0] * len(new)  # of no meaning, but for empty parameters
-            layout = plan_element_layout(
-                new,
-                world_size=world_size,
-                bucket_nbytes=bucket_nbytes,
-                alignment_nbytes=VIEW_ALIGNMENT_NBYTES,
-            )
-        else:
-            loads = loads_of([s.numel for s in self.specs], self.owners, world_size)
-            owners = plan_owners([spec.numel for spec in new], loads)
-            layout = plan_layout(
-                new,
-                owners,
-                world_size=world_size,
-                bucket_nbytes=bucket_nbytes,
-                alignment_nbytes=VIEW_ALIGNMENT_NBYTES if self._has_views else 1,
-            )
-        return Plan(tuple(specs), (*self.owners, *owners), layout)
+        whole = [spec for spec in new if not spec.is_cut]
+        owners = dict.fromkeys(range(len(self.specs), len(specs)), 0)
+        planned = plan_owners([spec.load for spec in whole], self._whole_loads())
+        owners.update(zip([spec.index for spec in whole], planned, strict=True))
+        options: dict[str, Any] = {
+            "world_size": self.group.world_size,
+            "bucket_nbytes": self._sharding.bucket_nbytes,
+            "alignment_nbytes": VIEW_ALIGNMENT_NBYTES if self.has_views else 1,
+        }
+        layouts = [
+            plan_layout(whole, planned, **options),
+            plan_element_layout([spec for spec in new if spec.is_cut], **options),
+        ]
+        buckets = tuple(bucket for layout in layouts for bucket in layout.buckets)
+        return Plan(
+            tuple(specs),
+            (*self.owners, *owners.values()),
+            Layout(self.group.world_size, buckets),
+        )
 
     def admit(self, param_groups: Sequence[dict[str, Any]], plan: Plan) -> None:
         """Take planned parameters in: from here on they have owners and lie in buckets. Collective.
 
-        With sharded gradients the new parameters become those of rank 0 on every rank.
+        With sharded gradients the new parameters become those of the first rank on every rank.
         """
         start = len(self.specs)
         self.params[:] = [param for group in param_groups for param in group["params"]]
         self._devices = [param.device for param in self.params]
         self.specs[:], self.owners[:] = plan.specs, plan.owners
         new = [self._bucket(bucket) for bucket in plan.layout.buckets]
-        self.buckets += new
         if self._sharding.gradients:
-            self.gradient_buckets += [self._gradient_bucket(b) for b in plan.layout.buckets]
+            for bucket in new:
+                self._admit_gradients(bucket.plan)
             equalize(self.group, new)
+        for number, bucket in enumerate(new, len(self.buckets)):
+            self.bucket_of.update(dict.fromkeys(bucket.plan.params, number))
+        self.buckets += new
+        self.sections += [self._section(bucket) for bucket in new]
         self.parts[:] = self.parts_of(self.group.rank)
         for part in self.parts:
             if part.param >= start:
-                self.tensors[part.param] = self._tensor(part)
+                self.tensors[part.param] = self._tensor(part.param)
 
     def retract(self, num_params: int) -> None:
         """Undo ``admit``: keep the first ``num_params`` parameters only."""
         while self.buckets and max(self.buckets[-1].plan.params) >= num_params:
             self.buckets.pop().restore()
-        del self.gradient_buckets[len(self.buckets) if self._sharding.gradients else 0 :]
+        del self.sections[len(self.buckets) :]
+        while self.gradient_buckets and max(self.gradient_buckets[-1].plan.params) >= num_params:
+            self.gradient_buckets.pop()
         for facts in (self.params, self.specs, self.owners, self._devices):
             del facts[num_params:]
         self.parts[:] = [part for part in self.parts if part.param < num_params]
-        for param in [param for param in self.tensors if param >= num_params]:
-            del self.tensors[param]
+        for by_param in (self.tensors, self.bucket_of, self.gradient_bucket_of):
+            for param in [param for param in by_param if param >= num_params]:
+                del by_param[param]
 
     def parts_of(self, rank: int) -> list[Part]:
         """What ``rank`` owns, in the order of parameters."""
-        if self._sharding.granularity == "parameter":
-            return whole_parts(self.specs, self.owners, rank)
-        layout = Layout(self.group.world_size, tuple(bucket.plan for bucket in self.buckets))
-        return element_parts(self.specs, layout, rank)
+        return parts_of(self.specs, self.owners, [bucket.plan for bucket in self.buckets], rank)
+
+    @property
+    def imbalance(self) -> float:
+        """What the rank that carries most carries, over the mean of all ranks."""
+        cut = sum(spec.load for spec in self.specs if spec.is_cut)
+        share = cut / self.group.world_size
+        return imbalance_of([load + share for load in self._whole_loads()])
+
+    def _whole_loads(self) -> list[float]:
+        """What each rank carries of parameters that are not cut."""
+        loads = [0.0 if spec.is_cut else spec.load for spec in self.specs]
+        return loads_of(loads, self.owners, self.group.world_size)
 
     def local_groups(
         self, param_groups: Sequence[dict[str, Any]], *, start: int = 0
@@ -182,9 +211,53 @@ class Shards:
             groups.append(local)
         return groups
 
+    def masters(self) -> dict[int, Tensor]:
+        """The master weights of what this rank owns, by parameter."""
+        return {
+            param: tensor
+            for section in self.sections
+            if section.masters is not None
+            for param, tensor in section.tensors.items()
+        }
+
+    def touch(self, number: int) -> None:
+        """Tell autograd that the parameters of a bucket have changed, and master weights that this was no one else."""
+        self._framework.touch([self.params[p] for p in self.buckets[number].plan.params])
+        self.sections[number].note()
+
     def versions(self) -> list[int]:
         """The version counters of what this rank updates."""
         return [tensor._version for tensor in self.tensors.values()]
+
+    def gradients_of(self, number: int) -> dict[int, Tensor]:
+        """The gradients in ``param.grad`` of what this rank owns in a bucket, parts as flat tensors."""
+        bucket = self.buckets[number].plan
+        gradients: dict[int, Tensor] = {}
+        for slot in bucket.sections[self.group.rank].slots:
+            gradient = self.params[slot.param].grad
+            if gradient is not None and bucket.is_cut:
+                part = Part(slot.param, slot.offset, slot.numel, False)
+                gradients[slot.param] = self._gradient_part(gradient, part)
+            elif gradient is not None:
+                gradients[slot.param] = gradient
+        return gradients
+
+    def reduced_gradients_of(self, number: int, used: Sequence[bool]) -> dict[int, Tensor]:
+        """The averages that this rank holds of what it owns in a bucket, as views of the memory they are kept in."""
+        plan = self.buckets[number].plan
+        owned = [slot.param for slot in plan.sections[self.group.rank].slots if used[slot.param]]
+        return {param: self._reduced(param, is_whole=not plan.is_cut) for param in owned}
+
+    def reduced_gradient(self, param: int) -> Tensor | None:
+        """The average that this rank holds of its part of a parameter's gradient; None where it owns nothing of it."""
+        plan = self.buckets[self.bucket_of[param]].plan
+        if any(slot.param == param for slot in plan.sections[self.group.rank].slots):
+            return self._reduced(param, is_whole=not plan.is_cut)
+        return None
+
+    def _reduced(self, param: int, *, is_whole: bool) -> Tensor:
+        bucket = self.gradient_buckets[self.gradient_bucket_of[param]]
+        return bucket.reduced(param, is_whole=is_whole)
 
     def updating_sections(self) -> list[bool]:
         """For each bucket whether a parameter in this rank's section has a gradient."""
@@ -202,21 +275,6 @@ class Shards:
             for bucket in self.buckets
         ]
 
-    def pass_gradients(self) -> None:
-        """Let each part of a parameter see its part of the gradient; a whole parameter has it already."""
-        for part in self.parts:
-            if not part.is_whole:
-                gradient = self.params[part.param].grad
-                self.tensors[part.param].grad = (
-                    None if gradient is None else self._gradient_part(gradient, part)
-                )
-
-    def drop_part_gradients(self) -> None:
-        """Let go of the gradients that ``pass_gradients`` cut parts of."""
-        for part in self.parts:
-            if not part.is_whole:
-                self.tensors[part.param].grad = None
-
     def require_listed(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """Raise if the param groups were edited by hand.
 
@@ -230,40 +288,18 @@ class Shards:
                 "add parameters with add_param_group(), and make a new optimizer to remove or reorder some"
             )
 
-    def drop_gradients(self) -> None:
-        """Forget all gradients, and those of what this rank updates."""
-        for tensor in [*self.params, *self.tensors.values()]:
-            tensor.grad = None
-
     def require_intact(self) -> None:
         """Raise if a parameter no longer fits its bucket; take views back whose ``data`` was replaced."""
         require_unchanged(self.params, self.specs, self._devices)
-        for bucket in self.buckets:
-            bucket.reattach()
-        if self._sharding.gradients or self._sharding.granularity == "element":
+        for bucket, section in zip(self.buckets, self.sections, strict=True):
+            section.follow(bucket.reattach())
+        if self._sharding.gradients or any(spec.is_cut for spec in self.specs):
             for param, spec in zip(self.params, self.specs, strict=True):
                 if param.grad is not None and param.grad.is_sparse:
                     raise ValueError(
                         f"{spec.label}: its gradient is sparse, which {self._sharding} can neither cut nor reduce; use "
                         "dense gradients (nn.Embedding(sparse=False)), or DDP and the default Sharding()"
                     )
-
-    def require_reduced_only(self) -> None:
-        """Raise if a backward added gradients after the reduction.
-
-        Raises:
-            RuntimeError: What to do instead.
-        """
-        for param, spec in zip(self.params, self.specs, strict=True):
-            if (
-                param.numel()
-                and param.grad is not None
-                and self.tensors.get(spec.index) is not param
-            ):
-                raise RuntimeError(
-                    f"{spec.label}: a backward added to its gradient after clip_grad_norm_() had reduced all of them; "
-                    "call clip_grad_norm_() once, after the last backward before step()"
-                )
 
     def buckets_for(self, indices: Sequence[int]) -> list[StagedBucket]:
         """Buckets, one per dtype and device, for whole parameters that are exchanged together."""
@@ -277,33 +313,49 @@ class Shards:
         return [self._staged(bucket) for bucket in layout.buckets]
 
     def _bucket(self, bucket: Bucket) -> ParamBucket:
-        if self._has_views:
+        if self.has_views:
             return ViewedBucket(bucket, self.params, self.specs)
         return self._staged(bucket)
 
     def _staged(self, bucket: Bucket) -> StagedBucket:
         return StagedBucket(bucket, self.params, pool=self._pool, copy_all=self._framework.copy_all)
 
-    def _gradient_bucket(self, bucket: Bucket) -> GradientBucket:
-        return GradientBucket(
+    def _admit_gradients(self, bucket: Bucket) -> None:
+        """Make what collects the gradients of a bucket."""
+        is_direct = self.params[bucket.params[0]].device.type == "cpu"
+        plans = plan_reduction(bucket, direct_nbytes=DIRECT_NBYTES) if is_direct else [bucket]
+        for plan in plans:
+            self.gradient_bucket_of.update(dict.fromkeys(plan.params, len(self.gradient_buckets)))
+            made = GradientBucket(
+                plan,
+                self.params,
+                self.specs,
+                rank=self.group.rank,
+                num_members=self.group.num_members,
+                wire_dtype=self._sharding.reduce_dtype,
+                sum_dtype=self._sharding.sum_dtype,
+                pool=self._pool,
+                scale_into=self._framework.scale_into,
+            )
+            self.gradient_buckets.append(made)
+
+    def _section(self, bucket: ParamBucket) -> OwnedSection:
+        return OwnedSection(
             bucket,
             self.params,
             self.specs,
             rank=self.group.rank,
+            master_dtype=self._sharding.master_dtype,
             pool=self._pool,
             copy_all=self._framework.copy_all,
+            make_param=self._framework.make_param,
         )
 
-    def _tensor(self, part: Part) -> Tensor:
-        """What the local optimizer updates for a part: the parameter, or a flat parameter in its memory."""
-        if part.is_whole:
-            return self.params[part.param]
-        for bucket in self.buckets:
-            for slot in bucket.plan.sections[self.group.rank].slots:
-                if slot.param == part.param and isinstance(bucket, ViewedBucket):
-                    made: Tensor = self._framework.make_param(bucket.flat_part(slot))
-                    return made
-        raise AssertionError(f"no bucket holds {part}")
+    def _tensor(self, param: int) -> Tensor:
+        """What the local optimizer updates for a parameter; an empty one lies in no bucket and is updated itself."""
+        if param in self.bucket_of:
+            return self.sections[self.bucket_of[param]].tensors[param]
+        return self.params[param]
 
     def _gradient_part(self, gradient: Tensor, part: Part) -> Tensor:
         """(part.numel,) of a gradient, in the memory order of its parameter."""

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from shardopt.attachment import Attachment
 from shardopt.collectives import Group, option_facts
 from shardopt.shards import Shards
 from shardopt.step import (
+    Exchange,
+    GradientIntake,
     Intent,
     LossScale,
-    Norm,
     ShardUpdate,
     agree,
     catch_up_gradients,
     catch_up_options,
     copy_options,
-    reduce_gradients,
-    scale_to,
-    total_norm,
+    only_params,
 )
 
 
@@ -31,9 +32,11 @@ class Stepper:
         group: Group,
         shards: Shards,
         local_optimizer: Any,
+        exchange: Exchange,
+        intake: GradientIntake | None,
         *,
         param_groups: Callable[[], list[dict[str, Any]]],
-        reduces_gradients: bool,
+        is_separable: bool,
     ) -> None:
         """Bind the pieces.
 
@@ -41,17 +44,24 @@ class Stepper:
             group: The sharding group.
             shards: What it shards.
             local_optimizer: The wrapped optimizer.
+            exchange: Brings parameters from their owners.
+            intake: Averages gradients; None where they are averages already.
             param_groups: Returns the param groups of the whole optimizer, whose options are the truth.
-            reduces_gradients: Whether to average gradients; otherwise they are averages already.
+            is_separable: Whether the local optimizer may update some parameters now and others later.
         """
         self._group = group
         self._shards = shards
         self._local_optimizer = local_optimizer
+        self._exchange = exchange
+        self._intake = intake
         self._param_groups = param_groups
-        self._reduces_gradients = reduces_gradients
-        self._used: list[bool] | None = (
-            None  # which parameters have a gradient, once those are reduced
-        )
+        self._is_separable = is_separable
+        self.attachments: list[Attachment] = []
+
+    @property
+    def _awaits_exchange(self) -> bool:
+        """Whether a step ends with all parameters in place, and not with some on their way into a forward."""
+        return not any(attachment.is_ready for attachment in self.attachments)
 
     def step(
         self,
@@ -75,147 +85,187 @@ class Stepper:
         error, skip = error or self._find_error(), False
         if error is None:
             skip = scale.wants_skip(self._shards.params, in_kernel=in_kernel)
+        intake = self._intake
+        if intake is not None and is_in_join:
+            scale.divide(
+                intake.waiting
+            )  # ranks without inputs have no scale to divide an average by
+            scale = LossScale(None, scale.found_inf)
         intent = agree(
             self._group,
             self._param_groups(),
             error=error,
             skip=skip,
             is_joined=is_joined,
-            updates=self._shards.updating_sections(),
-            # gradients that are averaged here are divided first, each by its own rank's scale
-            facts=[] if self._reduces_gradients else scale.facts(in_kernel=in_kernel),
+            updates=[] if intake is not None else self._shards.updating_sections(),
+            facts=scale.facts(in_kernel=in_kernel),
+            extra=[] if intake is None else intake.words(has_inputs=not is_joined),
+            on_extra=None if intake is None else partial(intake.settle, has_inputs=not is_joined),
         )
         if intent.is_skipped:
-            self.forget_gradients()
+            self._forget_gradients()
             return None
         try:
             scale.apply(
-                self._group, self._local_optimizer, self._shards.params, in_kernel=in_kernel
+                self._group,
+                self._local_optimizer,
+                self._gradients,
+                params=self._shards.params,
+                in_kernel=in_kernel,
             )
             updating = self._bring_gradients(intent)
             copy_options(self._param_groups(), self._local_optimizer.param_groups)
             update = self._start_update()
-            loss = update.run(step_local)
+            loss = self._update(update, step_local, updating)
             copy_options(self._local_optimizer.param_groups, self._param_groups())
-            update.finish(self._group, expected=updating, doing="the local optimizer's step()")
+            self._finish(update, updating, doing="the local optimizer's step()")
         finally:
             scale.take_back(self._local_optimizer)
-            self.forget_gradients()
+            self._forget_gradients()
         return loss
 
     def _divides_in_kernel(self, *, is_in_join: bool) -> bool:
-        """Whether a fused kernel may divide by a loss scale.
-
-        Not where gradients of different scales could be averaged first, or where ranks without inputs take part, which
-        have no scaler.
-        """
-        return (
-            not is_in_join
-            and not self._reduces_gradients
-            and getattr(self._local_optimizer, "_step_supports_amp_scaling", False)
+        """Whether a fused kernel may divide by a loss scale; ranks without inputs, which take part, have no scaler."""
+        return not is_in_join and getattr(
+            self._local_optimizer, "_step_supports_amp_scaling", False
         )
-
-    def clip_grad_norm(
-        self, max_norm: float, norm_type: float, norm: Norm, error_if_nonfinite: bool
-    ) -> Any:
-        """Reduce gradients and scale them to a total norm of at most ``max_norm``; returns the norm before. Collective.
-
-        Raises:
-            RuntimeError: On every rank, if asked for: the norm is inf or NaN; nothing was scaled.
-        """
-        shards = self._shards
-        agree(
-            self._group,
-            self._param_groups(),
-            error=self._find_error(),
-            facts=[("max_norm", repr(max_norm)), ("norm_type", repr(norm_type))],
-        )
-        used = self._reduce(has_inputs=True)
-        total = total_norm(
-            self._group,
-            shards.params,
-            shards.specs,
-            shards.parts,
-            shards.tensors,
-            used=used,
-            norm_type=norm_type,
-            norm=norm,
-        )
-        if error_if_nonfinite and not (total - total == 0).item():
-            raise RuntimeError(
-                f"the total norm of order {norm_type} of the gradients is {total.item()}; "
-                "pass error_if_nonfinite=False to clip all the same"
-            )
-        scale_to(total, shards.tensors, max_norm=max_norm)
-        return total
-
-    def forget_gradients(self) -> None:
-        """Drop gradients that were made for a step: averages, and parts of gradients."""
-        self._shards.drop_part_gradients()
-        if self._reduces_gradients:
-            self._used = None
-            self._shards.drop_gradients()
 
     def _find_error(self) -> Exception | None:
         """Why this rank cannot step."""
         try:
+            self._exchange.drain()
             self._shards.require_intact()
             self._shards.require_listed(self._param_groups())
-            if self._used is not None:
-                self._shards.require_reduced_only()
         except Exception as raised:
             return raised
         return None
 
-    def _reduce(self, *, has_inputs: bool) -> list[bool]:
-        """Average gradients, unless that was done since the last step. Collective."""
-        shards = self._shards
-        if self._used is None:
-            self._used = reduce_gradients(
-                self._group,
-                shards.gradient_buckets,
-                shards.params,
-                shards.parts,
-                shards.tensors,
-                has_inputs=has_inputs,
-            )
-        return self._used
-
-    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the local optimizer on all ranks. Collective.
-
-        If it changed parameters or options on any rank, all parameters are exchanged; if it raised on any, all raise.
-        """
-        copy_options(self._param_groups(), self._local_optimizer.param_groups)
-        options = option_facts(self._param_groups())
-        update = self._start_update()
-        result = update.run(partial(method, *args, **kwargs))
-        copy_options(self._local_optimizer.param_groups, self._param_groups())
-        has_changed = update.has_moved_params or option_facts(self._param_groups()) != options
-        reports = self._group.all_gather_ints([int(has_changed or update.error is not None)])
-        if any(is_affected for (is_affected,) in reports):
-            update.finish(
-                self._group,
-                expected=self._shards.sections_with([True] * len(self._shards.params)),
-                doing=f"{getattr(method, '__name__', 'a method')}() of the local optimizer",
-            )
-        return result
-
-    def _start_update(self) -> ShardUpdate:
-        return ShardUpdate(self._group.rank, self._shards.buckets, self._shards.tensors)
-
     def _bring_gradients(self, intent: Intent) -> Sequence[Sequence[int]]:
-        """Let the local optimizer see this step's gradients of what this rank owns. Collective.
+        """Let this rank have this step's gradients of what it owns, or be about to have them. Collective.
 
         Returns:
             For each bucket the ranks whose sections will be updated.
         """
         shards = self._shards
         catch_up_options(self._group, intent, self._param_groups())
-        if self._reduces_gradients:
-            used = self._reduce(has_inputs=self._group.rank in intent.active)
-            return shards.sections_with(used)
+        if self._intake is not None:
+            return shards.sections_with(self._intake.used)
         parts_by_rank = {rank: shards.parts_of(rank) for rank in intent.joined}
         catch_up_gradients(self._group, intent, shards.params, parts_by_rank)
-        shards.pass_gradients()
         return intent.updating
+
+    def _gradients(self) -> list[Any]:
+        """All gradients that a loss scale is to be divided out of; waits for those that are being reduced."""
+        if self._intake is None:
+            return [param.grad for param in self._shards.params if param.grad is not None]
+        self._intake.reducer.drain()
+        return [g for n in range(len(self._shards.buckets)) for g in self._owned(n).values()]
+
+    def _owned(self, number: int) -> dict[int, Any]:
+        """The gradients of what this rank owns in a bucket."""
+        if self._intake is None:
+            return self._shards.gradients_of(number)
+        return self._shards.reduced_gradients_of(number, self._intake.used)
+
+    def _start_update(self) -> ShardUpdate:
+        return ShardUpdate(self._group.rank, self._shards.buckets, self._shards.tensors)
+
+    def _update(
+        self, update: ShardUpdate, step_local: Callable[[], Any], updating: Sequence[Sequence[int]]
+    ) -> Any:
+        """Run the local optimizer and launch the exchange, bucket by bucket if it is separable. Collective."""
+        order = self._backward_order()
+        if not self._awaits_exchange:
+            order.reverse()  # the next forward needs first what backward has brought last
+        batches = [[number] for number in order] if self._is_separable else [order]
+        loss = None
+        for position, batch in enumerate(batches or [[]]):
+            is_last = position >= len(batches) - 1
+            loss = self._update_batch(update, step_local, batch, with_empty=is_last)
+            for number in batch:
+                self._exchange.launch(number, updating[number])
+        return loss
+
+    def _backward_order(self) -> list[int]:
+        buckets = self._shards.buckets
+        return sorted(range(len(buckets)), key=lambda number: -min(buckets[number].plan.params))
+
+    def _update_batch(
+        self,
+        update: ShardUpdate,
+        step_local: Callable[[], Any],
+        batch: Sequence[int],
+        *,
+        with_empty: bool,
+    ) -> Any:
+        """Run the local optimizer on what this rank owns in some buckets, and on empty parameters."""
+        sections = [self._shards.sections[number] for number in batch]
+        tensors = [tensor for section in sections for tensor in section.tensors.values()]
+        if with_empty:
+            tensors += self._bind_empty()
+        try:
+            for number, section in zip(batch, sections, strict=True):
+                if self._intake is not None:
+                    for param in self._shards.buckets[number].plan.params:
+                        self._intake.reducer.wait(self._shards.gradient_bucket_of[param])
+                    section.unbind(keep=False)
+                section.bind(self._owned(number))
+            groups = self._local_optimizer.param_groups
+            is_part = len(tensors) < sum(len(group["params"]) for group in groups)
+            with only_params(groups, tensors) if is_part else nullcontext():
+                loss = update.run(step_local, tensors)
+            for section in sections:
+                section.write_back()
+        finally:
+            for section in sections:
+                section.unbind(keep=self._intake is None)
+        return loss
+
+    def _bind_empty(self) -> list[Any]:
+        """Empty parameters that this rank owns; any gradient of one is the average."""
+        shards = self._shards
+        empty = [part.param for part in shards.parts if part.param not in shards.bucket_of]
+        if self._intake is not None:
+            for param in empty:
+                tensor = shards.tensors[param]
+                tensor.grad = tensor.detach().clone() if self._intake.used[param] else None
+        return [shards.tensors[param] for param in empty]
+
+    def _finish(
+        self, update: ShardUpdate, launched: Sequence[Sequence[int]], *, doing: str
+    ) -> None:
+        update.finish(self._group, self._exchange, launched=launched, doing=doing)
+        if self._awaits_exchange:
+            self._exchange.drain()
+
+    def _forget_gradients(self) -> None:
+        """Drop gradients that were made for a step: averages, and parts of gradients."""
+        if self._intake is not None:
+            self._intake.forget(after_step=True)
+
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the local optimizer on all ranks. Collective.
+
+        If it changed parameters or options on any rank, all parameters are exchanged; if it raised on any, all raise.
+        """
+        self._exchange.drain()
+        copy_options(self._param_groups(), self._local_optimizer.param_groups)
+        options = option_facts(self._param_groups())
+        update = self._start_update()
+        result = update.run(partial(method, *args, **kwargs))
+        for section in self._shards.sections:
+            section.write_back()
+        copy_options(self._local_optimizer.param_groups, self._param_groups())
+        has_changed = update.has_moved_params or option_facts(self._param_groups()) != options
+        reports = self._group.all_gather_ints([int(has_changed or update.error is not None)])
+        if any(is_affected for (is_affected,) in reports):
+            everything = self._shards.sections_with([True] * len(self._shards.params))
+            for number, ranks in enumerate(everything):
+                self._exchange.launch(number, ranks)
+            self._finish(
+                update,
+                everything,
+                doing=f"{getattr(method, '__name__', 'a method')}() of the local optimizer",
+            )
+            self._exchange.drain()
+        return result

@@ -2,24 +2,30 @@
 
 A ``StagedBucket`` leaves parameters where they are and copies through a few reused buffers; a ``ViewedBucket`` makes
 parameters views of one flat tensor, so that nothing is copied, and can give them their own memory back.
-Both stand for one ``Bucket`` of a layout and hand out a flat tensor per section. A ``GradientBucket`` packs gradients in
-the same layout and keeps the part that this rank owns. None of them talks to other ranks.
+Both stand for one ``Bucket`` of a layout and hand out a flat tensor per section. An ``OwnedSection`` is what the local
+optimizer sees of one, master weights included; a ``GradientBucket`` collects gradients in the same layout and keeps the
+part that this rank owns. None of them talks to other ranks.
 """
 
 from shardopt.buffers.adoption import find_shared_memory, require_unchanged
 from shardopt.buffers.bucket import OpenBucket, ParamBucket
-from shardopt.buffers.gradients import GradientBucket
+from shardopt.buffers.gradients import GradientBucket, ScaleInto
+from shardopt.buffers.owned import MakeParam, OwnedSection
 from shardopt.buffers.staged import CopyAll, StagedBucket, StagingPool
-from shardopt.buffers.viewed import ViewedBucket
+from shardopt.buffers.viewed import ViewedBucket, view_slot
 
 __all__ = [
     "CopyAll",
     "GradientBucket",
+    "MakeParam",
     "OpenBucket",
+    "OwnedSection",
     "ParamBucket",
+    "ScaleInto",
     "StagedBucket",
     "StagingPool",
     "ViewedBucket",
     "find_shared_memory",
     "require_unchanged",
+    "view_slot",
 ]

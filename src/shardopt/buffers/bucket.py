@@ -32,8 +32,12 @@ class ParamBucket(Protocol):
     def open(self, ranks: Sequence[int]) -> OpenBucket:
         """Prepare the sections of ``ranks``, none of them empty, to travel."""
 
-    def reattach(self) -> None:
-        """Make sure that the bucket still stands for its parameters, whatever was assigned to ``param.data``."""
+    def reattach(self) -> list[int]:
+        """Make sure that the bucket still stands for its parameters, whatever was assigned to ``param.data``.
+
+        Returns:
+            The parameters that had moved.
+        """
 
     def restore(self) -> None:
         """Give its parameters memory of their own, with the values they have now."""

@@ -79,8 +79,9 @@ class StagedBucket:
             flats.update(zip(staged, pieces, strict=True))
         return OpenStagedBucket(self, flats, staged, memory)
 
-    def reattach(self) -> None:
+    def reattach(self) -> list[int]:
         """Nothing to do: parameters may move freely."""
+        return []
 
     def restore(self) -> None:
         """Nothing to do: parameters have their own memory."""

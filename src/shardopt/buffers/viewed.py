@@ -34,11 +34,11 @@ class ViewedBucket:
         sections = [self.plan.sections[rank] for rank in ranks]
         return OpenViewedBucket({s.rank: self._flat.narrow(0, s.start, s.numel) for s in sections})
 
-    def flat_part(self, slot: Slot) -> Tensor:
-        """(slot.numel,) the memory of a part of a parameter."""
-        return self._flat.narrow(0, slot.start, slot.numel)
+    def flat_range(self, start: int, numel: int) -> Tensor:
+        """(numel,) memory of the bucket from element ``start`` on."""
+        return self._flat.narrow(0, start, numel)
 
-    def reattach(self) -> None:
+    def reattach(self) -> list[int]:
         """Take back parameters whose ``data`` was replaced by a tensor of equal shape and dtype, with its values."""
         moved = {
             index: self._params[index]
@@ -51,6 +51,7 @@ class ViewedBucket:
         for index, values in moved.items():
             self._views[index].copy_(values)
             self._params[index].data = self._views[index]
+        return list(moved)
 
     def restore(self) -> None:
         """Copy every parameter out again."""

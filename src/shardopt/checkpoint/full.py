@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardopt.checkpoint.consolidate import consolidate
-from shardopt.checkpoint.load import local_part, state_facts, validate
+from shardopt.checkpoint.load import (
+    MASTER_KEY,
+    local_part,
+    state_facts,
+    take_masters,
+    validate,
+)
 from shardopt.checkpoint.skeleton import take_tensors
 from shardopt.checkpoint.state_dict import assemble, full_state_dict, renumber, whole_group
 from shardopt.collectives import Group, raise_together, require_equal
@@ -44,6 +50,7 @@ def collect_full(
     *,
     parts: Sequence[Part],
     specs: Sequence[ParamSpec],
+    masters: Mapping[int, Tensor],
     param_groups: Sequence[dict[str, Any]],
     to: int,
     chunk_nbytes: int,
@@ -57,6 +64,7 @@ def collect_full(
         local_optimizer: The wrapped optimizer of this rank.
         parts: What of the parameters it updates, in its order.
         specs: All parameters.
+        masters: The master weights of what it updates, by parameter; kept as an entry of the state.
         param_groups: Of the whole optimizer.
         to: The receiving rank.
         chunk_nbytes: Bytes of all messages in flight together.
@@ -68,6 +76,9 @@ def collect_full(
         drop_unowned(local_optimizer)
         local = local_optimizer.state_dict()
         mine = renumber(local, parts)
+        for part in parts:
+            if part.param in masters:
+                mine[part] = {**mine.get(part, {}), MASTER_KEY: masters[part.param].detach()}
         pickle.dumps(take_tensors(mine, is_tensor)[0])  # what cannot travel is to fail here
     state = consolidate(
         group, mine, to=to, chunk_nbytes=chunk_nbytes, empty=empty, is_tensor=is_tensor
@@ -84,6 +95,7 @@ def load_full(
     *,
     parts: Sequence[Part],
     specs: Sequence[ParamSpec],
+    masters: Mapping[int, Tensor],
     param_groups: list[dict[str, Any]],
     is_tensor: Callable[[Any], bool],
 ) -> None:
@@ -95,6 +107,7 @@ def load_full(
         state_dict: The full state dict; left as it is, and no memory of it is kept.
         parts: What of the parameters the local optimizer updates, in its order.
         specs: All parameters.
+        masters: The master weights of what it updates, by parameter; set to those of the state dict, where it has any.
         param_groups: Of the whole optimizer; its groups are replaced.
         is_tensor: Whether a value is a tensor.
 
@@ -118,10 +131,16 @@ def load_full(
     kept = local_optimizer.state, local_optimizer.param_groups
     try:
         with raise_together(group, doing="load_state_dict() of the local optimizer"):
-            local_optimizer.load_state_dict(local_part(state_dict, parts, specs, is_tensor))
+            local = local_part(state_dict, parts, specs, is_tensor)
+            loaded = take_masters(local["state"])
+            local_optimizer.load_state_dict(local)
     except Exception:
         local_optimizer.state, local_optimizer.param_groups = kept
         raise
+    for number, values in loaded.items():
+        master = masters.get(parts[number].param)
+        if master is not None:
+            master.detach().copy_(values.view(master.shape))
     param_groups[:] = [
         whole_group(local, current, saved)
         for local, current, saved in zip(

@@ -11,8 +11,12 @@ from shardopt.collectives import option_facts
 from shardopt.errors import StateMismatchError
 from shardopt.partition import ParamSpec, Part
 
+MASTER_KEY = "master_weight"
+"""The entry of a parameter's state that holds its master weights."""
+
 PARAM_SHAPED_KEYS = frozenset(
     {
+        MASTER_KEY,
         "acc_delta",
         "ax",
         "exp_avg",
@@ -147,6 +151,17 @@ def local_part(
         param_groups.append(local)
         start += len(group["params"])
     return {**state_dict, "state": state, "param_groups": param_groups}
+
+
+def take_masters(state: dict[Any, Any]) -> dict[Any, Any]:
+    """Remove master weights from a local state, whose optimizer does not know them, and return them by key."""
+    masters = {}
+    for key in list(state):
+        if isinstance(state[key], dict) and MASTER_KEY in state[key]:
+            masters[key] = state[key].pop(MASTER_KEY)
+            if not state[key]:
+                del state[key]
+    return masters
 
 
 def _copied(entry: Any, is_tensor: Callable[[Any], bool]) -> Any:

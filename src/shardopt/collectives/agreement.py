@@ -34,7 +34,7 @@ def require_equal(
     Raises:
         RankMismatchError: Names the first difference and both ranks; the same text on every rank.
     """
-    compared = range(group.world_size) if ranks is None else ranks
+    compared = range(group.num_members) if ranks is None else ranks
     digests = group.all_gather_ints([digest(facts)])
     if any(digests[rank] != digests[compared[0]] for rank in compared):
         facts_by_rank = group.all_gather_object(list(facts))

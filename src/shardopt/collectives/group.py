@@ -6,7 +6,7 @@ All ranks in this file are ranks within the group.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -63,28 +63,62 @@ class Group(Protocol):
     def process_group(self) -> Any:
         """The framework's own process group, or None."""
 
-    def broadcast(self, tensor: Tensor, *, src: int) -> Pending:
-        """Launch sending ``tensor`` from rank ``src`` to all others. Collective.
+    @property
+    def num_members(self) -> int:
+        """Ranks that hold a replica of the parameters: ``world_size``, times the number of such groups in a grid."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is member 0, whose parameters all start from."""
+
+    def rank_of(self, member: int) -> int:
+        """The rank, within its group, of a member; members are numbered group by group."""
+
+    def broadcast(self, tensor: Tensor) -> Pending:
+        """Launch sending ``tensor`` from member 0 to all others. Collective.
 
         Args:
-            tensor: (N,) contiguous, of equal numel and dtype on every rank. Read at ``src``, written elsewhere, until
-                the result is awaited.
-            src: The sending rank.
+            tensor: (N,) contiguous, of equal numel and dtype everywhere. Read at member 0, written elsewhere, until the
+                result is awaited.
+        """
+
+    def all_gather(self, sections: Mapping[int, Tensor]) -> Pending:
+        """Launch sending each listed rank's section from that rank to the others. Collective.
+
+        Args:
+            sections: By rank, (numel of that rank,) contiguous, of one dtype. This rank's own is read, the others are
+                written, until the result is awaited.
         """
 
     def reduce_scatter(
-        self, parts: Sequence[Tensor], *, out: Tensor, scratch: Tensor | None
+        self,
+        parts: Sequence[Tensor],
+        *,
+        out: Tensor,
+        scratch: Sequence[Tensor],
+        scale: float = 1.0,
+        adds: bool = False,
     ) -> Pending:
-        """Launch summing ``parts[r]`` over ranks and leaving the sum in ``out`` on rank ``r``. Collective.
+        """Launch summing ``parts[r]`` over ranks and leaving ``scale`` times the sum in ``out`` on rank ``r``. Collective.
 
-        On the CPU each rank sends the others their part and adds up what it receives in the order of ranks: half the
-        bytes of gloo's own reduce-scatter, which is an all-reduce, and equal sums whatever the timing.
+        On the CPU the sum is taken in the order of ranks, so it does not depend on timing.
 
         Args:
-            parts: One (numel of rank r,) contiguous tensor per rank. Read until the result is awaited.
-            out: (numel of this rank,) written when the result is awaited.
-            scratch: ((W - 1) * numel of this rank,) on the CPU, where what is received lies until it is added up; None
-                with one rank.
+            parts: One (numel of rank r,) contiguous tensor per rank. Read until the result is awaited, and used as
+                scratch memory.
+            out: (numel of this rank,) written when the result is awaited; sums are taken in its dtype.
+            scratch: ``num_scratch()`` tensors like this rank's part, of no defined content afterwards.
+            scale: Multiplied into the sum.
+            adds: Add to what ``out`` holds instead of replacing it.
+        """
+
+    def num_scratch(self, device_type: str, *, adds: bool, casts: bool) -> int:
+        """How many tensors of scratch memory ``reduce_scatter`` needs.
+
+        Args:
+            device_type: Of the tensors, ``"cpu"`` or another.
+            adds: As there.
+            casts: Whether ``out`` has another dtype than the parts.
         """
 
     def send(self, tensor: Tensor, *, dst: int) -> Pending:
@@ -110,7 +144,7 @@ class Group(Protocol):
         """Return a small picklable value of every rank. Collective."""
 
 
-def _alive(group: weakref.ref[Any]) -> Any:
+def alive(group: weakref.ref[Any]) -> Any:
     """The group, see Note [Weak groups].
 
     Raises:
@@ -124,11 +158,36 @@ def _alive(group: weakref.ref[Any]) -> Any:
     return found
 
 
+def add_up(parts: Sequence[Tensor], *, out: Tensor, scale: float, adds: bool) -> None:
+    """Leave ``scale`` times the sum of ``parts``, taken in their order, in ``out``, or add it to what is there.
+
+    ``parts`` may hold ``out`` itself, as its first or second entry, and are used as scratch memory where ``adds`` is set.
+    """
+    if adds and parts[0].dtype != out.dtype:
+        for part in parts:
+            out.add_(part, alpha=scale)
+        return
+    ordered = list(parts)
+    if len(ordered) > 1 and ordered[1] is out:
+        ordered[:2] = [out, ordered[0]]  # a + b is b + a to the bit
+    total = ordered[0] if adds else out
+    if total is not ordered[0]:
+        total.copy_(ordered[0])
+    for other in ordered[1:]:
+        total.add_(other)
+    if scale != 1.0:
+        total.mul_(scale)
+    if adds:
+        out.add_(total)
+
+
 class LoneRank:
     """Rank 0 of 1: every operation is the one that a group of one rank would do."""
 
     rank = 0
     world_size = 1
+    num_members = 1
+    is_first = True
 
     def __init__(self, process_group: Any = None) -> None:
         """Know the framework's group of one rank, if there is one."""
@@ -137,18 +196,35 @@ class LoneRank:
     @property
     def process_group(self) -> Any:
         """The framework's group of one rank, or None."""
-        return None if self._process_group is None else _alive(self._process_group)
+        return None if self._process_group is None else alive(self._process_group)
 
-    def broadcast(self, tensor: Tensor, *, src: int) -> Pending:
+    def rank_of(self, member: int) -> int:
+        """Rank 0."""
+        return 0
+
+    def broadcast(self, tensor: Tensor) -> Pending:
         """Leave ``tensor`` as it is."""
         return Pending()
 
-    def reduce_scatter(
-        self, parts: Sequence[Tensor], *, out: Tensor, scratch: Tensor | None
-    ) -> Pending:
-        """Copy this rank's part."""
-        out.copy_(parts[0])
+    def all_gather(self, sections: Mapping[int, Tensor]) -> Pending:
+        """Leave the section as it is."""
         return Pending()
+
+    def reduce_scatter(
+        self,
+        parts: Sequence[Tensor],
+        *,
+        out: Tensor,
+        scratch: Sequence[Tensor],
+        scale: float = 1.0,
+        adds: bool = False,
+    ) -> Pending:
+        """Take this rank's part, when it is awaited."""
+        return Pending(then=lambda: add_up(parts, out=out, scale=scale, adds=adds))
+
+    def num_scratch(self, device_type: str, *, adds: bool, casts: bool) -> int:
+        """None: nothing is received."""
+        return 0
 
     def send(self, tensor: Tensor, *, dst: int) -> Pending:
         """Not possible: there is no other rank."""
@@ -172,117 +248,3 @@ class LoneRank:
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return this rank's value."""
         return [value]
-
-
-class RankGroup:
-    """Two or more ranks over a framework's ``distributed`` module.
-
-    Tensors on the CPU and plain values travel over ``control``, a group whose backend serves the CPU, so that nothing
-    here makes the host wait for a GPU. It is ``process_group`` itself where that does.
-
-    Note [Weak groups]: the framework keeps a process group until ``destroy_process_group()``. An optimizer that kept it
-    beyond, in a cycle with its LR scheduler, say, would leave gloo's threads running while the interpreter shuts down,
-    which aborts the process now and then. So groups are only referred to weakly.
-    """
-
-    def __init__(
-        self, framework: Any, distributed: Any, process_group: Any, *, control: Any
-    ) -> None:
-        """Bind the modules, e.g. ``torch`` and ``torch.distributed``, to a group that this process is a member of."""
-        self._process_group = weakref.ref(process_group)
-        self.rank = int(distributed.get_rank(process_group))
-        self.world_size = int(distributed.get_world_size(process_group))
-        self._framework = framework
-        self._distributed = distributed
-        self._control_group = weakref.ref(control)
-        self._global_ranks = [
-            int(distributed.get_global_rank(process_group, rank)) for rank in range(self.world_size)
-        ]
-
-    @property
-    def process_group(self) -> Any:
-        """The framework's process group."""
-        return _alive(self._process_group)
-
-    @property
-    def _control(self) -> Any:
-        return _alive(self._control_group)
-
-    def broadcast(self, tensor: Tensor, *, src: int) -> Pending:
-        """Launch one broadcast of the tensor's bytes, which every backend can send whatever the dtype."""
-        wire = self._bytes(tensor)
-        group = self._control if tensor.device.type == "cpu" else self.process_group
-        work = self._distributed.broadcast(
-            wire, src=self._global_ranks[src], group=group, async_op=True
-        )
-        return Pending([work], [wire])
-
-    def reduce_scatter(
-        self, parts: Sequence[Tensor], *, out: Tensor, scratch: Tensor | None
-    ) -> Pending:
-        """Launch sends and receives on the CPU, the backend's own reduce-scatter elsewhere."""
-        if out.device.type != "cpu":
-            work = self._distributed.reduce_scatter(
-                out, list(parts), group=self.process_group, async_op=True
-            )
-            return Pending([work], [out, *parts])
-        peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        received = {self.rank: parts[self.rank]}
-        works: list[Any] = []
-        for place, peer in enumerate(peers):
-            assert scratch is not None
-            received[peer] = scratch.narrow(0, place * out.numel(), out.numel())
-            works.append(self.recv(received[peer], src=peer))
-        works += [self.send(parts[peer], dst=peer) for peer in reversed(peers)]
-
-        def add_up() -> None:
-            out.copy_(received[0])
-            for rank in range(1, self.world_size):
-                out.add_(received[rank])
-
-        return Pending(works, [out, *parts], add_up)
-
-    def send(self, tensor: Tensor, *, dst: int) -> Pending:
-        """Launch one point-to-point send of the tensor's bytes."""
-        wire = self._bytes(tensor)
-        work = self._distributed.isend(wire, dst=self._global_ranks[dst], group=self._control)
-        return Pending([work], [wire])
-
-    def recv(self, tensor: Tensor, *, src: int) -> Pending:
-        """Launch the receive that matches a ``send``."""
-        wire = self._bytes(tensor)
-        work = self._distributed.irecv(wire, src=self._global_ranks[src], group=self._control)
-        return Pending([work], [wire])
-
-    def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
-        """Run one all-reduce."""
-        group = self._control if tensor.device.type == "cpu" else self.process_group
-        operators = self._distributed.ReduceOp
-        operator = operators.MAX if maximum else operators.SUM
-        self._distributed.all_reduce(tensor, op=operator, group=group)
-
-    def launch_all_gather_ints(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
-        """Launch one all-gather of a small CPU tensor."""
-        mine = self._framework.tensor(list(values), dtype=self._framework.int64)
-        everyone = [self._framework.empty_like(mine) for _ in range(self.world_size)]
-        work = self._distributed.all_gather(everyone, mine, group=self._control, async_op=True)
-        pending = Pending([work], [mine, *everyone])
-
-        def wait() -> list[list[int]]:
-            pending.wait()
-            return [[int(value) for value in theirs.tolist()] for theirs in everyone]
-
-        return wait
-
-    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """Run one all-gather of a small CPU tensor."""
-        return self.launch_all_gather_ints(values)()
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Pickle and gather; for small metadata and on the way to an exception only."""
-        everyone: list[Any] = [None] * self.world_size
-        self._distributed.all_gather_object(everyone, value, group=self._control)
-        return everyone
-
-    def _bytes(self, tensor: Tensor) -> Tensor:
-        return tensor.view(self._framework.uint8)

@@ -24,10 +24,22 @@ class Window:
         Raises:
             Exception: What either raised, after everything else in flight was finished.
         """
+        if len(self._in_flight) == self._depth:
+            self.finish_oldest()
         try:
-            if len(self._in_flight) == self._depth:
-                self._in_flight.popleft()()
             self._in_flight.append(launch())
+        except BaseException:
+            self.abandon()
+            raise
+
+    def finish_oldest(self) -> None:
+        """Finish one operation.
+
+        Raises:
+            Exception: What it raised, after everything else in flight was finished.
+        """
+        try:
+            self._in_flight.popleft()()
         except BaseException:
             self.abandon()
             raise
@@ -38,12 +50,8 @@ class Window:
         Raises:
             Exception: The first that a finish raised, after all others were called.
         """
-        try:
-            while self._in_flight:
-                self._in_flight.popleft()()
-        except BaseException:
-            self.abandon()
-            raise
+        while self._in_flight:
+            self.finish_oldest()
 
     def abandon(self) -> None:
         """Finish what is left after an exception, which matters more than theirs."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from shardopt.buffers import CopyAll
+from shardopt.buffers import CopyAll, ScaleInto
 from shardopt.collectives import Group
+from shardopt.step import Autograd
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,12 @@ class Framework:
         make_param: Makes a leaf parameter in the memory of a flat tensor.
         init_joinable: ``Joinable.__init__``.
         notify_join: Tells the framework's ``Join`` that this rank has inputs; returns work to wait for, or None.
+        scale_into: Writes a multiple of a tensor into another one's memory.
+        touch: Tells autograd that parameters were changed behind its back.
+        autograd: Watches gradients as they are accumulated, or None.
+        is_separable: Whether an optimizer class is known to update every parameter on its own, so that it may update some
+            now and others later.
+        outside_of_graphs: Makes a function that the framework's compiler of models leaves alone.
         shadow_step: Makes the framework's ``JoinHook`` of what takes part in a step and what ends it.
     """
 
@@ -53,3 +60,8 @@ class Framework:
     init_joinable: Callable[[Any], None]
     notify_join: Callable[[Any], Any]
     shadow_step: Callable[[Callable[[], Any], Callable[[], None]], Any]
+    scale_into: ScaleInto
+    touch: Callable[[Iterable[Any]], None]
+    autograd: Autograd | None
+    is_separable: Callable[[Any], bool]
+    outside_of_graphs: Callable[[Any], Any]

@@ -84,9 +84,19 @@ ELEMENTWISE = (
 """Optimizers of ``optim`` whose update of an element reads that element of parameter, gradient and state only."""
 
 
+SEPARABLE = ("Adafactor", "Muon")
+"""Optimizers of ``optim`` beyond these that update every parameter on its own."""
+
+
 def is_elementwise(optimizer_class: Any, *, optim: Any) -> bool:
     """Whether ``optimizer_class`` is one of ``ELEMENTWISE`` itself; a subclass may do other things."""
     return any(optimizer_class is getattr(optim, name) for name in ELEMENTWISE)
+
+
+def is_separable(optimizer_class: Any, *, optim: Any) -> bool:
+    """Whether ``optimizer_class`` is one of ``ELEMENTWISE`` or ``SEPARABLE`` itself."""
+    separable = [getattr(optim, name, None) for name in SEPARABLE]
+    return optimizer_class in separable or is_elementwise(optimizer_class, optim=optim)
 
 
 def fire_step_hooks(

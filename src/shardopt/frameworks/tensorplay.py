@@ -19,7 +19,12 @@ from tensorplay.optim import LBFGS
 from tensorplay.optim import optimizer as tensorplay_optimizer
 
 from shardopt.frameworks.framework import Framework
-from shardopt.frameworks.shared import find_group, fire_step_hooks, is_elementwise
+from shardopt.frameworks.shared import (
+    find_group,
+    fire_step_hooks,
+    is_elementwise,
+    is_separable,
+)
 from shardopt.join import ShadowStep
 
 
@@ -78,6 +83,13 @@ def make_param(flat: Any) -> Any:
     return tensorplay.nn.Parameter(flat.detach())
 
 
+def scale_into(destination: Any, source: Any, factor: float) -> None:
+    """Write a multiple into memory of the same shape."""
+    with tensorplay.no_grad():
+        destination.copy_(source)
+        destination.mul_(factor)
+
+
 class TensorPlayShadowStep(ShadowStep, JoinHook):  # type: ignore[misc]
     """The hook as TensorPlay's ``Join`` expects it."""
 
@@ -110,4 +122,9 @@ TENSORPLAY = Framework(
     init_joinable=Joinable.__init__,
     notify_join=Join.notify_join_context,
     shadow_step=TensorPlayShadowStep,
+    scale_into=scale_into,
+    touch=lambda params: None,
+    autograd=None,
+    outside_of_graphs=lambda function: function,
+    is_separable=partial(is_separable, optim=tensorplay.optim),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
 from shardopt.frameworks.framework import Framework
-from shardopt.frameworks.shared import find_group, fire_step_hooks, is_elementwise
+from shardopt.frameworks.sharded_gradient import ShardedGradient
+from shardopt.frameworks.shared import (
+    find_group,
+    fire_step_hooks,
+    is_elementwise,
+    is_separable,
+)
 from shardopt.join import ShadowStep
 
 
@@ -59,6 +65,35 @@ def empty_on_cpu(numel: int, dtype: str) -> torch.Tensor:
     return torch.empty(numel, dtype=getattr(torch, dtype.removeprefix("torch.")), device="cpu")
 
 
+def scale_into(destination: torch.Tensor, source: torch.Tensor, factor: float) -> None:
+    """Write a multiple, in one pass, into memory of the same shape."""
+    with torch.no_grad():
+        torch.mul(source, factor, out=destination)
+
+
+class TorchAutograd:
+    """Watches gradients by hooks on parameters."""
+
+    def watch(
+        self, param: torch.Tensor, before: Callable[[], None], after: Callable[[], None]
+    ) -> list[Any]:
+        """Call around each accumulation."""
+        return [
+            param.register_hook(lambda gradient: before()),  # type: ignore[no-untyped-call]
+            param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda param: after()
+            ),
+        ]
+
+    def at_end_of_backward(self, callback: Callable[[], None]) -> None:
+        """Call when the graph task that is under way has run."""
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def stand_in(self, param: torch.Tensor, source: Any, index: int) -> ShardedGradient:
+        """Make a tensor that lives on ``source``."""
+        return ShardedGradient(param, source, index)
+
+
 class TorchShadowStep(ShadowStep, JoinHook):
     """The hook as torch's ``Join`` expects it."""
 
@@ -87,4 +122,9 @@ TORCH = Framework(
     init_joinable=Joinable.__init__,
     notify_join=Join.notify_join_context,
     shadow_step=TorchShadowStep,
+    scale_into=scale_into,
+    touch=torch.autograd.graph.increment_version,
+    autograd=TorchAutograd(),
+    outside_of_graphs=torch.compiler.disable,
+    is_separable=partial(is_separable, optim=torch.optim),
 )

@@ -53,7 +53,7 @@ def _bucket(run: Sequence[ParamSpec], world_size: int, alignment: int) -> Bucket
         _section(rank, rank * section_numel, (rank + 1) * section_numel, places)
         for rank in range(world_size)
     )
-    return Bucket(run[0].dtype, run[0].device, run[0].itemsize, sections)
+    return Bucket(run[0].dtype, run[0].device, run[0].itemsize, sections, is_cut=True)
 
 
 def _section(rank: int, start: int, stop: int, places: Sequence[Slot]) -> Section:

@@ -51,12 +51,13 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One flat tensor of one dtype on one device, in a section per rank."""
+    """One flat tensor of one dtype on one device, in a section per rank; ``is_cut``: by element, in equal sections."""
 
     dtype: str
     device: str
     itemsize: int
     sections: tuple[Section, ...]
+    is_cut: bool = False
 
     @property
     def numel(self) -> int:

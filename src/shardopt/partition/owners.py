@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def plan_owners(numels: Sequence[int], loads: Sequence[int]) -> list[int]:
+def plan_owners(costs: Sequence[float], loads: Sequence[float]) -> list[int]:
     """Give each parameter, largest first, to the rank that carries least so far.
 
     Ties go to the earlier parameter and to the lower rank. No rank ends more than one parameter above another:
@@ -15,24 +15,30 @@ def plan_owners(numels: Sequence[int], loads: Sequence[int]) -> list[int]:
     and rank 0, at 9 against 9, takes 3: ``[1, 0, 1, 0]``.
 
     Args:
-        numels: Elements of each parameter.
-        loads: Elements that each rank owns already, one entry per rank.
+        costs: What each parameter costs its owner: its elements, or the work of updating it.
+        loads: What each rank carries already, one entry per rank.
 
     Returns:
         The owner of each parameter.
     """
     totals = list(loads)
-    owners = [0] * len(numels)
-    for index in sorted(range(len(numels)), key=lambda i: -numels[i]):
+    owners = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
         rank = min(range(len(totals)), key=totals.__getitem__)
         owners[index] = rank
-        totals[rank] += numels[index]
+        totals[rank] += costs[index]
     return owners
 
 
-def loads_of(numels: Sequence[int], owners: Sequence[int], world_size: int) -> list[int]:
-    """Return how many elements each rank owns."""
-    loads = [0] * world_size
-    for numel, owner in zip(numels, owners, strict=True):
-        loads[owner] += numel
+def loads_of(costs: Sequence[float], owners: Sequence[int], world_size: int) -> list[float]:
+    """Return what each rank carries."""
+    loads: list[float] = [0] * world_size
+    for cost, owner in zip(costs, owners, strict=True):
+        loads[owner] += cost
     return loads
+
+
+def imbalance_of(loads: Sequence[float]) -> float:
+    """Return the largest load over the mean, 1.0 or more. Example: ``imbalance_of([30, 10])`` is 1.5."""
+    total = sum(loads)
+    return max(loads) * len(loads) / total if total else 1.0

@@ -34,6 +34,9 @@ class ParamSpec:
         device: Device type and order of first appearance, ``"cuda#0"``: the ranks of one job sit on devices with
             different indices, but each must see its own in the same order.
         requires_grad: Whether it is trained at present.
+        is_cut: Whether its elements may have different owners.
+        cost: What its update costs, in a unit of the user's; its number of elements by default. Ranks carry about equal
+            sums of it.
     """
 
     index: int
@@ -45,6 +48,13 @@ class ParamSpec:
     itemsize: int
     device: str
     requires_grad: bool
+    is_cut: bool = False
+    cost: float | None = None
+
+    @property
+    def load(self) -> float:
+        """``cost`` where one is known, else the number of elements."""
+        return self.numel if self.cost is None else self.cost
 
     @property
     def numel(self) -> int:
@@ -74,4 +84,6 @@ class ParamSpec:
         trained = "trained" if self.requires_grad else "frozen"
         name = f" {self.name!r}" if self.name is not None else ""
         strides = f" strides {self.stride}" if with_stride else ""
-        return f"{self.shape}{strides}{name} {self.dtype} on {self.device}, {trained}, in group {self.group}"
+        cut = ", by element" if self.is_cut else ""
+        cost = "" if self.cost is None else f", cost {self.cost!r}"
+        return f"{self.shape}{strides}{name} {self.dtype} on {self.device}, {trained}, in group {self.group}{cut}{cost}"

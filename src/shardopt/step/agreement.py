@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,8 @@ def agree(
     is_joined: bool = False,
     updates: Sequence[bool] = (),
     facts: Sequence[tuple[str, str]] = (),
+    extra: Sequence[int] = (),
+    on_extra: Callable[[list[list[int]]], None] | None = None,
 ) -> Intent:
     """Compare options and settle errors before anything is updated. Collective.
 
@@ -47,6 +49,8 @@ def agree(
         is_joined: Whether this rank ran out of inputs.
         updates: For each bucket whether this rank has a gradient for something in its section.
         facts: What is compared beside the options.
+        extra: Further ints for the other ranks, equally many on each.
+        on_extra: Told of those of every member, before anything is raised. Collective.
 
     Raises:
         Exception: As ``settle``, where ``error`` is set on any rank.
@@ -54,9 +58,12 @@ def agree(
     """
     compared = [*facts, *option_facts(param_groups)]
     mine = digest(compared)
-    words = group.all_gather_ints(
-        [int(error is not None), int(skip), int(is_joined), mine, *pack_flags(updates)]
+    everything = group.all_gather_ints(
+        [int(error is not None), int(skip), int(is_joined), mine, *pack_flags(updates), *extra]
     )
+    words = [theirs[: len(theirs) - len(extra)] for theirs in everything]
+    if on_extra is not None:
+        on_extra([theirs[len(theirs) - len(extra) :] for theirs in everything])
     if any(failed for failed, *_ in words):
         raise_as_settled(group, error, doing="preparing the step")
     active = tuple(rank for rank, (_, _, joined, *_) in enumerate(words) if not joined)
@@ -69,9 +76,9 @@ def agree(
         )
     return Intent(
         is_skipped=any(skips for _, skips, *_ in words),
-        joined=tuple(rank for rank in range(group.world_size) if rank not in active),
+        joined=tuple(rank for rank in range(group.num_members) if rank not in active),
         active=active,
         updating=ranks_by_flag(
-            [unpack_flags(packed, len(updates)) for _, _, _, _, *packed in words]
+            [unpack_flags(packed, len(updates)) for _, _, _, _, *packed in words], group.rank_of
         ),
     )

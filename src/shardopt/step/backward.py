@@ -206,7 +206,7 @@ class BackwardStep:
         try:
             for i, reduced in gradients.items():
                 self._params[i].grad = reduced
-            with only_params(groups, {id(self._params[i]): self._params[i] for i in gradients}):
+            with only_params(groups, [self._params[i] for i in gradients]):
                 self._local_optimizer.step()
         finally:
             for i, gradient in kept.items():

@@ -1,12 +1,12 @@
-"""Clip gradients by their total norm, where each rank holds those of what it owns."""
+"""Norms of gradients of which each rank holds what it owns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardopt.collectives import Group
-from shardopt.partition import ParamSpec, Part
+from shardopt.partition import Part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,62 +18,46 @@ EPSILON = 1e-6
 """Added to the norm before dividing by it, as ``torch.nn.utils.clip_grad_norm_`` does."""
 
 
-def total_norm(
+def norms_of(
     group: Group,
-    params: Sequence[Tensor],
-    specs: Sequence[ParamSpec],
+    gradients: Mapping[int, Tensor],
     parts: Sequence[Part],
-    tensors: Mapping[int, Tensor],
     *,
-    used: Sequence[bool],
+    like: Tensor,
+    is_cut: Sequence[bool],
     norm_type: float,
     norm: Norm,
 ) -> Tensor:
-    """Return the norm of the norms of all averaged gradients, equal on every rank. Collective.
+    """Return the norm of each parameter's averaged gradient, (number of parameters,), equal on every rank; one all-reduce. Collective.
 
-    With whole parameters it is bitwise what ``clip_grad_norm_`` computes of the unsharded gradients (of one dtype): each
-    parameter's norm is computed by its owner, and every rank takes the norm of all of them in the order of parameters.
-    With parts of parameters the p-th powers of partial norms are added up, which rounds differently, by a few units in
-    the last place.
+    The norm of a whole parameter is its owner's, to the bit. With parts the p-th powers of partial norms are added up,
+    which rounds differently, by a few units in the last place.
 
     Args:
         group: The sharding group.
-        params: All parameters; say dtype and device of the result.
-        specs: Their facts.
+        gradients: The averages this rank holds, by parameter; those of parts are parts.
         parts: What this rank owns.
-        tensors: What its local optimizer updates, with the averaged gradients.
-        used: For each parameter whether it has a gradient.
+        like: A real tensor with dtype and device of the result; taken in double precision on the way.
+        is_cut: For each of all parameters whether it has parts; those without gradient have norm 0.
         norm_type: p above 0, or inf.
         norm: Computes a p-norm.
     """
     is_max = norm_type == float("inf")
-    norms = params[0].detach().new_zeros((len(params),)).abs().double()
+    norms = like.detach().new_zeros((len(is_cut),)).double()
     for part in parts:
-        gradient = tensors[part.param].grad
+        gradient = gradients.get(part.param)
         if gradient is not None and part.numel:
             value = norm(gradient.detach(), norm_type).double()
             norms[part.param] = value if part.is_whole or is_max else value**norm_type
     group.all_reduce(norms, maximum=is_max)
-    if not is_max and not all(part.is_whole for part in parts):
-        norms = norms ** (1.0 / norm_type)
-    counted = norms[[index for index, is_used in enumerate(used) if is_used]]
-    total: Tensor = norm(_in_gradient_dtype(counted, params, specs), norm_type)
-    return total
+    if not is_max:
+        for param in [param for param, cut in enumerate(is_cut) if cut]:
+            norms[param] = norms[param] ** (1.0 / norm_type)
+    return norms.to(like.dtype)
 
 
-def _in_gradient_dtype(
-    norms: Tensor, params: Sequence[Tensor], specs: Sequence[ParamSpec]
-) -> Tensor:
-    """Norms in the dtype in which they were computed, so that the norm of norms rounds as it does unsharded."""
-    is_uniform = len({spec.dtype for spec in specs}) == 1
-    if is_uniform and not params[0].is_complex():
-        return norms.to(params[0].dtype)
-    return norms.float()
-
-
-def scale_to(norm: Tensor, tensors: Mapping[int, Tensor], *, max_norm: float) -> None:
-    """Scale the gradients so that their norm, which is ``norm``, does not exceed ``max_norm``."""
+def scale_to(norm: Tensor, gradients: Iterable[Tensor], *, max_norm: float) -> None:
+    """Scale gradients so that their norm, which is ``norm``, does not exceed ``max_norm``."""
     factor = (max_norm / (norm + EPSILON)).clamp(max=1.0)
-    for tensor in tensors.values():
-        if tensor.grad is not None:
-            tensor.grad.detach().mul_(factor.to(tensor.grad.device))
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.device))

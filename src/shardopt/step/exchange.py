@@ -1,90 +1,142 @@
 """Bring updated parameters from their owners to everyone.
 
-One broadcast per bucket and changed section: each byte leaves its owner once, S * (N - 1) / N bytes per rank and step
-on average over N ranks for S bytes of parameters.
+One message per bucket, changed section and receiver: each byte leaves its owner N - 1 times, S * (N - 1) / N bytes per
+rank and step over N ranks for S bytes of parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from shardopt.buffers import ParamBucket
 from shardopt.collectives import Finish, Group, Pending, run_windowed
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 DEPTH = 2
-"""Buckets in flight: one being packed or unpacked while another travels."""
+"""Staged buckets in flight: one being packed or unpacked while another travels. Buckets of views need no memory."""
 
 
-def exchange(
-    group: Group, buckets: Sequence[ParamBucket], changed: Sequence[Sequence[int]]
-) -> None:
-    """Send the changed sections of all buckets and put them into the parameters of every rank. Collective.
+class Exchange:
+    """The changed sections of all buckets, on their way."""
 
-    Args:
-        group: The sharding group.
-        buckets: Equal plans, in equal order, on every rank.
-        changed: For each bucket the ranks whose section changed; equal on every rank.
-    """
-    run_windowed(
-        (
-            partial(launch_exchange, group, bucket, ranks)
-            for bucket, ranks in zip(buckets, changed, strict=True)
-            if ranks
-        ),
-        depth=DEPTH,
-    )
+    def __init__(
+        self,
+        group: Group,
+        buckets: Sequence[ParamBucket],
+        *,
+        is_bounded: bool,
+        touch: Callable[[int], None],
+    ) -> None:
+        """Bind the pieces.
+
+        Args:
+            group: The sharding group.
+            buckets: Equal plans, in equal order, on every rank; may grow.
+            is_bounded: Whether buckets hold memory while they travel, so that no more than ``DEPTH`` may.
+            touch: Told the number of each bucket whose parameters have changed and are there.
+        """
+        self._group = group
+        self._buckets = buckets
+        self._is_bounded = is_bounded
+        self._touch = touch
+        self._in_flight: dict[int, Finish] = {}
+
+    def launch(self, number: int, ranks: Sequence[int]) -> None:
+        """Launch the sections of ``ranks``, equal on every rank, of one bucket. Collective."""
+        if not ranks:
+            return
+        if self._group.world_size == 1:
+            self._touch(number)
+            return
+        self.wait(number)
+        if self._is_bounded and len(self._in_flight) == DEPTH:
+            self.wait(next(iter(self._in_flight)))
+        try:
+            self._in_flight[number] = launch_exchange(self._group, self._buckets[number], ranks)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def wait(self, number: int) -> None:
+        """Wait until the parameters of one bucket are there, if they are on their way. Local."""
+        finish = self._in_flight.pop(number, None)
+        if finish is not None:
+            try:
+                finish()
+            except BaseException:
+                self._abandon()
+                raise
+            self._touch(number)
+
+    def drain(self) -> None:
+        """Wait until all parameters are there. Local."""
+        while self._in_flight:
+            self.wait(next(iter(self._in_flight)))
+
+    def _abandon(self) -> None:
+        """Finish what is left after an exception, which matters more than theirs."""
+        while self._in_flight:
+            with suppress(Exception):
+                self._in_flight.pop(next(iter(self._in_flight)))()
 
 
 def equalize(group: Group, buckets: Sequence[ParamBucket]) -> None:
-    """Make the parameters of every rank those of rank 0. Collective."""
-    run_windowed(
-        (
-            partial(
-                launch_exchange,
-                group,
-                bucket,
-                [section.rank for section in bucket.plan.sections if section.slots],
-                src=0,
-            )
-            for bucket in buckets
-        ),
-        depth=DEPTH,
-    )
+    """Make the parameters of every member those of member 0. Collective."""
+    run_windowed((partial(_launch_equalizing, group, bucket) for bucket in buckets), depth=DEPTH)
 
 
-def launch_exchange(
-    group: Group, bucket: ParamBucket, ranks: Sequence[int], *, src: int | None = None
-) -> Finish:
-    """Launch the broadcasts of some sections of one bucket; the result waits and puts them into the parameters.
+def launch_exchange(group: Group, bucket: ParamBucket, ranks: Sequence[int]) -> Finish:
+    """Launch some sections of one bucket, each from its rank; the result waits and puts them into the parameters.
 
     Args:
         group: The sharding group.
         bucket: The bucket.
         ranks: The ranks whose sections travel, none of them empty.
-        src: The rank that sends all of them; by default each rank sends its own.
     """
     if group.world_size == 1:
         return lambda: None  # nobody to send to: do not even copy into the bucket
+    mine = [rank for rank in ranks if rank == group.rank]
+    return _launch(bucket, ranks, mine=mine, send=group.all_gather)
+
+
+def _launch_equalizing(group: Group, bucket: ParamBucket) -> Finish:
+    """Launch all sections of one bucket, from member 0."""
+    if group.num_members == 1:
+        return lambda: None
+    ranks = [section.rank for section in bucket.plan.sections if section.slots]
+
+    def send(flats: Mapping[int, Tensor]) -> Pending:
+        return Pending([group.broadcast(flat) for flat in flats.values()])
+
+    return _launch(bucket, ranks, mine=ranks if group.is_first else [], send=send)
+
+
+def _launch(
+    bucket: ParamBucket,
+    ranks: Sequence[int],
+    *,
+    mine: Sequence[int],
+    send: Callable[[Mapping[int, Tensor]], Pending],
+) -> Finish:
+    """Open the sections of ``ranks``, launch what ``send`` makes of them, and return what puts away all but ``mine``."""
     opened = bucket.open(ranks)
-    sources = {rank: rank if src is None else src for rank in ranks}
-    launched: list[Pending] = []
+    try:
+        pending = send({r: opened.outgoing(r) if r in mine else opened.incoming(r) for r in ranks})
+    except BaseException:
+        opened.close([])
+        raise
 
     def finish() -> None:
         received: list[int] = []
         try:
-            Pending(launched).wait()
-            received = [rank for rank, source in sources.items() if source != group.rank]
+            pending.wait()
+            received = [rank for rank in ranks if rank not in mine]
         finally:
             opened.close(received)
 
-    try:
-        for rank, source in sources.items():
-            flat = opened.outgoing(rank) if source == group.rank else opened.incoming(rank)
-            launched.append(group.broadcast(flat, src=source))
-    except BaseException:
-        with suppress(Exception):
-            finish()
-        raise
     return finish

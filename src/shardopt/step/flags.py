@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 FLAGS_PER_INT = 62
 """Flags packed into one int64, with room to spare for the sign."""
@@ -21,9 +21,14 @@ def unpack_flags(packed: Sequence[int], num_flags: int) -> list[bool]:
     return [bool(packed[i // FLAGS_PER_INT] >> (i % FLAGS_PER_INT) & 1) for i in range(num_flags)]
 
 
-def ranks_by_flag(flags_by_rank: Sequence[Sequence[bool]]) -> tuple[tuple[int, ...], ...]:
-    """For each flag the ranks that set it. Example: ``ranks_by_flag([[True, False], [True, True]])``: ``((0, 1), (1,))``."""
+def ranks_by_flag(
+    flags_by_member: Sequence[Sequence[bool]], rank_of: Callable[[int], int]
+) -> tuple[tuple[int, ...], ...]:
+    """For each flag the ranks that set it, in order.
+
+    Example: with as many ranks as members ``ranks_by_flag([[True, False], [True, True]], rank_of)`` is ``((0, 1), (1,))``.
+    """
     return tuple(
-        tuple(rank for rank, is_set in enumerate(column) if is_set)
-        for column in zip(*flags_by_rank, strict=True)
+        tuple(sorted({rank_of(member) for member, is_set in enumerate(column) if is_set}))
+        for column in zip(*flags_by_member, strict=True)
     )

@@ -6,7 +6,7 @@ the finding in ``found_inf`` and the scale still to be divided out in ``grad_sca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,14 +51,22 @@ class LossScale:
         return [("GradScaler's scale", repr(self.grad_scale.item()))]
 
     def apply(
-        self, group: Group, local_optimizer: Any, params: Sequence[Tensor], *, in_kernel: bool
+        self,
+        group: Group,
+        local_optimizer: Any,
+        gradients: Callable[[], Sequence[Tensor]],
+        *,
+        params: Sequence[Tensor],
+        in_kernel: bool,
     ) -> None:
         """Let the scale be divided out of gradients. Collective.
 
         Args:
             group: The sharding group.
             local_optimizer: The wrapped optimizer; with ``in_kernel`` it gets the scale, and the finding of any rank.
-            params: All parameters; otherwise their gradients are divided here, as the scaler itself would do.
+            gradients: Returns those of this step; where no kernel does, they are divided here, as the scaler itself
+                would do.
+            params: All parameters.
             in_kernel: Whether a fused kernel divides and skips.
         """
         if self.found_inf is None:
@@ -68,11 +76,15 @@ class LossScale:
             group.all_reduce(found_inf, maximum=True)
             local_optimizer.grad_scale = self.grad_scale
             local_optimizer.found_inf = found_inf
-        elif self.grad_scale is not None:
+        else:
+            self.divide(gradients)
+
+    def divide(self, gradients: Callable[[], Sequence[Tensor]]) -> None:
+        """Divide the scale out of gradients, unless the scaler has done so. Local."""
+        if self.grad_scale is not None:
             inverse = self.grad_scale.double().reciprocal().float()
-            for param in params:
-                if param.grad is not None:
-                    param.grad.detach().mul_(inverse.to(param.grad.device))
+            for gradient in gradients():
+                gradient.detach().mul_(inverse.to(gradient.device))
 
     def _found_inf(self, params: Sequence[Tensor]) -> Tensor:
         """The finding as a tensor; on a rank without any gradient a scaler leaves the number 0."""

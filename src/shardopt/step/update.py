@@ -1,14 +1,14 @@
-"""Run the local optimizer on the parameters this rank owns; all ranks finish the step, or all raise."""
+"""Run the local optimizer on what this rank owns; all ranks finish the step, or all raise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardopt.buffers import ParamBucket
 from shardopt.collectives import Group, raise_as_settled
-from shardopt.step.exchange import exchange
+from shardopt.step.exchange import Exchange
 from shardopt.step.flags import pack_flags, ranks_by_flag, unpack_flags
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class ShardUpdate:
-    """One run of the local optimizer over the parameters of some buckets.
+    """One step of the local optimizer, in one run over all buckets or in several over some of them each.
 
     Notices which parameters it changed, by their gradients and version counters, and keeps its exception until every
     rank knows of it.
@@ -32,10 +32,14 @@ class ShardUpdate:
         self._buckets = buckets
         self._params = params
         self._versions = self._owned_versions()
+        self._had_gradient: set[int] = set()
         self.error: Exception | None = None
 
-    def run(self, update: Callable[[], T]) -> T | None:
-        """Call ``update`` and keep what it raises."""
+    def run(self, update: Callable[[], T], tensors: Sequence[Tensor] = ()) -> T | None:
+        """Call ``update``, which may change ``tensors``, and keep what it raises; nothing once it has raised."""
+        if self.error is not None:
+            return None
+        self._had_gradient |= {id(tensor) for tensor in tensors if tensor.grad is not None}
         try:
             return update()
         except Exception as raised:
@@ -48,37 +52,36 @@ class ShardUpdate:
         return self._owned_versions() != self._versions
 
     def finish(
-        self, group: Group, *, expected: Sequence[Sequence[int]] | None = None, doing: str
+        self, group: Group, exchange: Exchange, *, launched: Sequence[Sequence[int]], doing: str
     ) -> None:
-        """Exchange what any rank changed, then raise on all ranks if ``run`` failed on one. Collective.
+        """Exchange what any rank changed beyond what was launched; raise on all if ``run`` failed on one. Collective.
 
-        The exchange comes first, so that the replicas are equal even after an exception.
+        The exchange comes first, so that the replicas are equal even after an exception. What was launched may still be
+        on its way afterwards, unless something is raised.
 
         Args:
             group: The sharding group.
-            expected: For each bucket the ranks whose sections are known to be updated, equal on every rank; they travel
-                while the ranks report on what else changed. None where nothing is known.
+            exchange: Of the same buckets.
+            launched: For each bucket the ranks whose sections are travelling already, equal on every rank.
             doing: What was being done, for messages on other ranks.
         """
-        known = expected if expected is not None else [()] * len(self._buckets)
-        now = self._owned_versions()
         flags = [
-            self._rank not in ranks
-            and any(now[p] != self._versions[p] or self._params[p].grad is not None for p in owned)
-            for ranks, owned in zip(known, self._owned(), strict=True)
+            self._rank not in ranks and any(self._may_have_changed(p) for p in owned)
+            for ranks, owned in zip(launched, self._owned(), strict=True)
         ]
-        reported = group.launch_all_gather_ints([int(self.error is not None), *pack_flags(flags)])
-        try:
-            exchange(group, self._buckets, known)
-        finally:
-            reports = reported()
-        exchange(
-            group,
-            self._buckets,
-            ranks_by_flag([unpack_flags(packed, len(flags)) for _, *packed in reports]),
+        reports = group.all_gather_ints([int(self.error is not None), *pack_flags(flags)])
+        changed = ranks_by_flag(
+            [unpack_flags(packed, len(flags)) for _, *packed in reports], group.rank_of
         )
+        for number, ranks in enumerate(changed):
+            exchange.launch(number, ranks)
         if any(report[0] for report in reports):
+            exchange.drain()
             raise_as_settled(group, self.error, doing=doing)
+
+    def _may_have_changed(self, param: int) -> bool:
+        has_moved = self._params[param]._version != self._versions[param]
+        return has_moved or id(self._params[param]) in self._had_gradient
 
     def _owned(self) -> Iterator[list[int]]:
         """For each bucket, the parameters this rank owns in it."""
@@ -90,12 +93,13 @@ class ShardUpdate:
 
 
 @contextmanager
-def only_params(groups: Sequence[dict[str, Any]], chosen: Mapping[int, Tensor]) -> Iterator[None]:
-    """Let param groups hold only the parameters whose ``id`` is in ``chosen``, for the length of the block."""
+def only_params(groups: Sequence[dict[str, Any]], chosen: Iterable[Tensor]) -> Iterator[None]:
+    """Let param groups hold only the parameters in ``chosen``, for the length of the block."""
+    ids = {id(param) for param in chosen}
     kept = [(group["params"], group.get("param_names")) for group in groups]
     try:
         for group in groups:
-            places = [i for i, p in enumerate(group["params"]) if id(p) in chosen]
+            places = [i for i, p in enumerate(group["params"]) if id(p) in ids]
             if "param_names" in group:
                 group["param_names"] = [group["param_names"][i] for i in places]
             group["params"] = [group["params"][i] for i in places]

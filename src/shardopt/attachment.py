@@ -1,0 +1,108 @@
+"""Lets the forward of a module wait for its parameters, so that ``step()`` need not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from shardopt.collectives import Group, raise_together, require_equal
+from shardopt.step import Exchange
+
+
+class Attachment:
+    """Hooks on a module and its submodules, each of which waits for the parameters it holds itself.
+
+    Note [Waiting in forward]: after a step parameters are on their way, and a submodule's forward waits for those it
+    holds. A parameter that is used without its submodule being called (``F.linear(x, self.embedding.weight)``) has to be
+    there before; which submodules are called is seen in the first forward, and for the others the outermost forward
+    waits. Where it ends everything is waited for, and so it is before a state dict is read. What arrives moves the version
+    counters of parameters, so that autograd raises if it finds it saved one too early.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        exchange: Exchange,
+        *,
+        bucket_of: Mapping[int, int],
+        outside_of_graphs: Callable[[Any], Any],
+    ) -> None:
+        """Hook into ``module``.
+
+        Args:
+            module: The outermost module.
+            exchange: What is to be waited for.
+            bucket_of: For the ``id`` of a parameter the number of its bucket.
+            outside_of_graphs: Makes a function that a compiler of models leaves alone.
+        """
+        self._exchange = exchange
+        self._called: set[int] = set()
+        self._waits: dict[int, list[int]] = {}
+        self._early: list[int] = []
+        self.is_ready = False
+        """Whether a forward has shown which submodules are called."""
+        self._handles = [
+            module.register_forward_pre_hook(outside_of_graphs(self._begin)),
+            module.register_forward_hook(outside_of_graphs(self._end), always_call=True),
+        ]
+        for number, (submodule, params) in enumerate(_holders(module)):
+            buckets = sorted({bucket_of[id(p)] for p in params if id(p) in bucket_of})
+            if buckets:
+                self._waits[number] = buckets
+                hook = outside_of_graphs(self._hook(number))
+                self._handles.append(submodule.register_forward_pre_hook(hook))
+        for submodule in module.modules():
+            self._handles.append(submodule.register_state_dict_pre_hook(self._drain))
+
+    def detach(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, *_: Any) -> None:
+        for number in self._early:
+            self._exchange.wait(number)
+
+    def _hook(self, number: int) -> Callable[..., None]:
+        def wait(*_: Any) -> None:
+            self._called.add(number)
+            for bucket in self._waits[number]:
+                self._exchange.wait(bucket)
+
+        return wait
+
+    def _end(self, *_: Any) -> None:
+        self._exchange.drain()
+        never = [self._waits[number] for number in self._waits if number not in self._called]
+        self._early = sorted({bucket for buckets in never for bucket in buckets})
+        self.is_ready = True
+
+    def _drain(self, *_: Any) -> None:
+        self._exchange.drain()
+
+
+def _holders(module: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Submodules with the parameters they hold themselves; a compiled one stands for all that is in it."""
+    if hasattr(module, "_orig_mod"):
+        yield module, list(module.parameters())
+        return
+    yield module, list(module.parameters(recurse=False))
+    for child in module.children():
+        yield from _holders(child)
+
+
+def equalize_buffers(group: Group, module: Any) -> None:
+    """Make the buffers of a module those of the group's first rank. Collective.
+
+    Raises:
+        RankMismatchError: Ranks have different ones.
+    """
+    with raise_together(group, doing="reading the module's buffers"):
+        buffers = [(name, buffer) for name, buffer in module.named_buffers() if buffer is not None]
+    facts = [(f"buffer {name!r}", f"{tuple(b.shape)} {b.dtype}") for name, b in buffers]
+    require_equal(group, facts, subject="every rank must attach the same module")
+    for _, buffer in buffers:
+        flat = buffer.detach().contiguous().view(-1)
+        if flat.numel():
+            group.broadcast(flat).wait()
+            buffer.detach().copy_(flat.view(buffer.shape))
