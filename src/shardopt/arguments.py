@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardopt.frameworks import Framework
-from shardopt.sharding import Sharding
+from shardopt.sharding import GRANULARITIES, Sharding
 
 logger = logging.getLogger(__name__)
 
@@ -78,31 +78,43 @@ def require_possible(
         )
 
 
-def require_cuttable(
+def take_granularities(
     framework: Framework,
     optimizer_class: Any,
     sharding: Sharding,
-    granularities: Sequence[str],
+    groups: Sequence[dict[str, Any]],
     *,
     has_views: bool,
-    overlaps: bool,
-) -> None:
-    """Raise if a param group is to be cut by element and cannot be.
+) -> list[str]:
+    """Remove each param group's own granularity from it, so that it is no option of the wrapped optimizer.
 
     Args:
         framework: Knows its optimizers.
         optimizer_class: The wrapped class.
-        sharding: The policy.
-        granularities: Of some param groups.
-        has_views: ``parameters_as_bucket_view``.
-        overlaps: ``overlap_with_ddp``.
+        sharding: The policy, whose granularity is that of groups without their own.
+        groups: Param groups; changed.
+        has_views: Whether parameters are bucket views.
+
+    Returns:
+        The granularity of each group.
 
     Raises:
-        ValueError: Says what to pass instead.
+        ValueError: One is none, or cannot be had; says what to pass instead.
     """
-    if "element" not in granularities:
-        return
-    if not has_views or overlaps:
+    taken = [group.pop("granularity", sharding.granularity) for group in groups]
+    if unknown := [granularity for granularity in taken if granularity not in GRANULARITIES]:
+        raise ValueError(
+            f"granularity of a param group: expected one of {GRANULARITIES}, got {unknown[0]!r}"
+        )
+    if "element" in taken:
+        _require_cuttable(framework, optimizer_class, sharding, has_views=has_views)
+    return taken
+
+
+def _require_cuttable(
+    framework: Framework, optimizer_class: Any, sharding: Sharding, *, has_views: bool
+) -> None:
+    if not has_views:
         raise ValueError(
             "element granularity cuts flat buckets, of which parameters have to be views; pass "
             "parameters_as_bucket_view=True, and overlap_with_ddp=False"

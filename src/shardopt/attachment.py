@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from shardopt.collectives import Group, raise_together, require_equal
+from shardopt.shards import Shards
 from shardopt.step import Exchange
 
 
@@ -23,8 +24,7 @@ class Attachment:
         self,
         module: Any,
         exchange: Exchange,
-        *,
-        bucket_of: Mapping[int, int],
+        shards: Shards,
         outside_of_graphs: Callable[[Any], Any],
     ) -> None:
         """Hook into ``module``.
@@ -32,9 +32,10 @@ class Attachment:
         Args:
             module: The outermost module.
             exchange: What is to be waited for.
-            bucket_of: For the ``id`` of a parameter the number of its bucket.
+            shards: Know the bucket of a parameter.
             outside_of_graphs: Makes a function that a compiler of models leaves alone.
         """
+        bucket_of = {id(shards.params[p]): number for p, number in shards.bucket_of.items()}
         self._exchange = exchange
         self._called: set[int] = set()
         self._waits: dict[int, list[int]] = {}

@@ -7,34 +7,23 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
-from shardopt.arguments import (
-    name_of,
-    policy_facts,
-    require_cuttable,
-    require_possible,
-)
+from shardopt.arguments import name_of, policy_facts, require_possible, take_granularities
+from shardopt.assembly import assemble
 from shardopt.attachment import Attachment, equalize_buffers
-from shardopt.checkpoint import map_tensors, require_target
-from shardopt.clipper import Clipper
 from shardopt.collectives import raise_together
-from shardopt.errors import NotConsolidatedError, OverlapError
+from shardopt.errors import OverlapError
 from shardopt.frameworks import Framework
 from shardopt.join import stand_last
-from shardopt.param_groups import read_param_group, read_param_groups, take_granularity
+from shardopt.param_groups import read_param_group, read_param_groups
 from shardopt.sharding import Sharding
 from shardopt.shards import Shards
-from shardopt.state import ShardedState
 from shardopt.step import (
     MSG_GRADIENTS_CHANGED,
     BackwardStep,
     EvaluatedClosure,
-    Exchange,
-    GradientIntake,
-    GradientReducer,
     LossScale,
     copy_options,
 )
-from shardopt.stepper import Stepper
 
 DEFAULT_SHARDING = Sharding()
 
@@ -75,17 +64,18 @@ class ShardedOptimizer:
         """
         self.framework.init_joinable(self)
         self._group = self.framework.find_group(process_group)
-        self._sharding = sharding
-        self._optimizer_class = optimizer_class
-        self._snapshot: dict[str, Any] | None = None
         modes = {"has_views": parameters_as_bucket_view, "overlaps": overlap_with_ddp}
+        self._take_granularities = partial(
+            take_granularities,
+            self.framework,
+            optimizer_class,
+            sharding,
+            has_views=parameters_as_bucket_view and not overlap_with_ddp,
+        )
         with raise_together(self._group, doing="making the optimizer"):
             require_possible(self.framework, optimizer_class, sharding, **modes)
             groups = read_param_groups(params, self.framework)
-            self._granularities = [take_granularity(g, sharding.granularity) for g in groups]
-            require_cuttable(
-                self.framework, optimizer_class, sharding, self._granularities, **modes
-            )
+            self._granularities = self._take_granularities(groups)
             super().__init__(groups, dict(defaults))  # type: ignore[call-arg]
         has_views = parameters_as_bucket_view and not overlap_with_ddp
         self.shards = Shards(self._group, self.framework, sharding, has_views=has_views)
@@ -102,53 +92,19 @@ class ShardedOptimizer:
             raise
         copy_options(self.optim.param_groups, self.param_groups)
         self.defaults = self.optim.defaults
-        self._bind(is_separable=self.framework.is_separable(optimizer_class))
-        self.backward_step = self._make_backward_step() if overlap_with_ddp else None
-
-    def _bind(self, *, is_separable: bool) -> None:
-        """Make the pieces that work on what is sharded."""
-        shards, group = self.shards, self._group
-        self._state = ShardedState(
-            group, self.framework, shards, self.optim, chunk_nbytes=self._sharding.bucket_nbytes
-        )
-        self.state = self._state.live
-        self._exchange = Exchange(
-            group, shards.buckets, is_bounded=not shards.has_views, touch=shards.touch
-        )
-        self._clipper = Clipper(
-            group, shards, self.framework.norm, param_groups=lambda: self.param_groups
-        )
-        self._intake = self._make_intake() if self._sharding.gradients else None
-        self._stepper = Stepper(
-            group,
-            shards,
-            self.optim,
-            self._exchange,
-            self._intake,
-            param_groups=lambda: self.param_groups,
-            is_separable=is_separable,
-        )
-
-    def _make_intake(self) -> GradientIntake:
-        shards = self.shards
-        intake = GradientIntake(
+        self._pieces = assemble(
             self._group,
-            GradientReducer(
-                self._group,
-                shards.gradient_buckets,
-                shards.params,
-                shards.specs,
-                in_flight_nbytes=2 * self._sharding.bucket_nbytes,
-            ),
-            params=shards.params,
-            bucket_of=shards.gradient_bucket_of,
-            owned=shards.reduced_gradient,
-            norms=lambda norm_type: self._clipper.norms(norm_type, intake.used),
-            autograd=self.framework.autograd,
-            is_paused=lambda: bool(self._join_config.enable),
+            self.framework,
+            sharding,
+            self.shards,
+            self.optim,
+            param_groups=lambda: self.param_groups,
+            fire_hooks=partial(self.framework.fire_step_hooks, self),
+            is_in_join=lambda: bool(self._join_config.enable),
+            is_separable=self.framework.is_separable(optimizer_class),
+            overlaps=overlap_with_ddp,
         )
-        intake.watch()
-        return intake
+        self.state = self._pieces.state.live
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, also in mid-training; earlier parameters keep owner and state. Collective.
@@ -166,21 +122,13 @@ class ShardedOptimizer:
                 "first, then call hook_with_zero_step()"
             )
         start, num_params = len(self.param_groups), len(self.shards.params)
-        self._exchange.drain()
+        self.wait()
         try:
             with raise_together(self._group, doing="add_param_group()"):
                 group = read_param_group(param_group, self.framework)
-                granularity = take_granularity(group, self._sharding.granularity)
-                require_cuttable(
-                    self.framework,
-                    self._optimizer_class,
-                    self._sharding,
-                    [granularity],
-                    has_views=self.shards.has_views,
-                    overlaps=self.backward_step is not None,
-                )
+                granularities = self._take_granularities([group])
                 super().add_param_group(group)  # type: ignore[misc]
-            self._granularities.append(granularity)
+            self._granularities += granularities
             policy = [("param groups", str(start + 1))]
             plan = self.shards.plan(self.param_groups, self._granularities, policy)
             self.shards.admit(self.param_groups, plan)
@@ -194,9 +142,18 @@ class ShardedOptimizer:
             self.shards.retract(num_params)
             raise
         copy_options(self.optim.param_groups, self.param_groups)
-        self.state = self._state.live
-        if self._intake is not None:
-            self._intake.watch()
+        self.state = self._pieces.state.live
+        if self._pieces.intake is not None:
+            self._pieces.intake.watch()
+
+    @property
+    def backward_step(self) -> BackwardStep | None:
+        """What a hook on DDP drives; None without ``overlap_with_ddp``."""
+        return self._pieces.backward_step
+
+    @property
+    def _steps_in_backward(self) -> bool:
+        return self._pieces.backward_stepper is not None or self.backward_step is not None
 
     # --- The step ---------------------------------------------------------------------------------------------
 
@@ -216,13 +173,14 @@ class ShardedOptimizer:
             RemoteRankError: The local optimizer of another rank raised. The replicas are equal all the same.
             OverlapError: With ``overlap_with_ddp=True``: no update was made in backward, or gradients were changed after.
         """
-        if self.backward_step is not None:
+        in_backward = self._pieces.backward_stepper or self.backward_step
+        if in_backward is not None:
             if kwargs:
                 raise OverlapError(
-                    f"step() with overlap_with_ddp=True has made its update in backward, so {sorted(kwargs)} come too late"
+                    f"step() has made its update in backward, so {sorted(kwargs)} come too late"
                 )
             loss = self._evaluate(closure)
-            self.backward_step.confirm(LossScale.of(self))
+            in_backward.confirm(LossScale.of(self))
             return loss
         return self._hooked_step(*([] if closure is None else [closure]), **kwargs)
 
@@ -250,7 +208,7 @@ class ShardedOptimizer:
             return self.optim.step(closure=once, **kwargs)
 
         try:
-            return self._stepper.step(
+            return self._pieces.stepper.step(
                 step_local,
                 scale=LossScale.of(self),
                 is_in_join=bool(self._join_config.enable),
@@ -272,28 +230,16 @@ class ShardedOptimizer:
         if name.startswith("_") or "optim" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(self.optim, name)
-        return partial(self._stepper.call, value) if callable(value) else value
+        return partial(self._pieces.stepper.call, value) if callable(value) else value
 
-    # --- Inside backward --------------------------------------------------------------------------------------
-
-    def _make_backward_step(self) -> BackwardStep:
-        return BackwardStep(
-            self._group,
-            self.optim,
-            param_groups=lambda: self.param_groups,
-            params=self.shards.params,
-            owners=self.shards.owners,
-            plan=self.shards.buckets_for,
-            require_intact=self.shards.require_intact,
-            fire_hooks=partial(self.framework.fire_step_hooks, self),
-        )
+    # --- Gradients --------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, as the framework's ``Optimizer`` does. Local."""
         if self.backward_step is not None:
             self.backward_step.before_zero_grad()
-        if self._intake is not None:
-            self._intake.forget(after_step=False)
+        if self._pieces.intake is not None:
+            self._pieces.intake.forget(after_step=False)
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def clip_grad_norm_(
@@ -316,16 +262,16 @@ class ShardedOptimizer:
             RuntimeError: As asked for with ``error_if_nonfinite``, on every rank.
             OverlapError: With ``overlap_with_ddp=True``: the update has been made already.
         """
-        if self.backward_step is not None:
+        if self._steps_in_backward:
             raise OverlapError(MSG_GRADIENTS_CHANGED)
         if not norm_type > 0:
             raise ValueError(f"norm_type: expected a number above 0, or inf, got {norm_type!r}")
-        if self._intake is None:
+        if self._pieces.intake is None:
             return self.framework.clip_grad_norm(
                 self.shards.params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
             )
-        return self._clipper.clip(
-            self._intake, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        return self._pieces.clipper.clip(
+            self._pieces.intake, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
 
     @contextmanager
@@ -338,11 +284,11 @@ class ShardedOptimizer:
         Raises:
             RuntimeError: This optimizer does not reduce gradients.
         """
-        if self._intake is None:
+        if self._pieces.intake is None:
             raise RuntimeError(
                 "no_sync() of an optimizer that does not reduce gradients; use that of DDP, or Sharding(gradients=True)"
             )
-        with self._intake.pause():
+        with self._pieces.intake.pause():
             yield
 
     # --- The module -------------------------------------------------------------------------------------------
@@ -368,19 +314,14 @@ class ShardedOptimizer:
             )
         if broadcast_buffers:
             equalize_buffers(self._group, module)
-        bucket_of = {id(self.shards.params[p]): n for p, n in self.shards.bucket_of.items()}
-        self._stepper.attachments.append(
-            Attachment(
-                module,
-                self._exchange,
-                bucket_of=bucket_of,
-                outside_of_graphs=self.framework.outside_of_graphs,
-            )
+        attachment = Attachment(
+            module, self._pieces.exchange, self.shards, self.framework.outside_of_graphs
         )
+        self._pieces.stepper.attachments.append(attachment)
 
     def wait(self) -> None:
         """Wait until all parameters are what the last ``step()`` made of them. Local."""
-        self._exchange.drain()
+        self._pieces.exchange.drain()
 
     @property
     def imbalance(self) -> float:
@@ -399,9 +340,7 @@ class ShardedOptimizer:
         Raises:
             ValueError: ``to`` is no rank of the group, or not equal on all ranks.
         """
-        require_target(self._group, to)
-        self._snapshot = None  # before the next one is collected, so that there are never two
-        self._snapshot = self._state.collect(self.param_groups, to=to)
+        self._pieces.state.consolidate(self.param_groups, to=to)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the last consolidated state, as the unsharded optimizer's ``state_dict()`` would be then. Local.
@@ -411,14 +350,7 @@ class ShardedOptimizer:
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        if self._snapshot is None:
-            raise NotConsolidatedError(
-                f"rank {self._group.rank} holds no consolidated state; call consolidate_state_dict(to=rank) on all "
-                "ranks first, then state_dict() on that rank"
-            )
-        result: dict[str, Any] = map_tensors(
-            self._snapshot, lambda tensor: tensor, self.framework.is_tensor
-        )
+        result = self._pieces.state.snapshot()
         for after in self._optimizer_state_dict_post_hooks.values():
             result = after(self, result) or result
         return result
@@ -436,9 +368,8 @@ class ShardedOptimizer:
         with raise_together(self._group, doing="load_state_dict() hooks"):
             for before in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = before(self, state_dict) or state_dict
-        self._state.load(state_dict, self.param_groups)
-        self._snapshot = None
-        self.state = self._state.live
+        self._pieces.state.load(state_dict, self.param_groups)
+        self.state = self._pieces.state.live
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -463,18 +394,12 @@ class ShardedOptimizer:
         stand_in = stand_last(self, lambda joinable: isinstance(joinable, ShardedOptimizer))
         if stand_in is not self:
             return stand_in.join_hook(**kwargs)
-        if self.backward_step is not None:
+        if self._steps_in_backward:
             raise OverlapError(
-                "Join cannot be combined with overlap_with_ddp=True; use overlap_with_ddp=False for uneven inputs"
+                "Join cannot be combined with steps in backward; use overlap_with_ddp=False and step_in_backward=False for uneven "
+                "inputs"
             )
-        shadow = partial(
-            self._stepper.step,
-            self.optim.step,
-            scale=LossScale(None, None),
-            is_in_join=True,
-            is_joined=True,
-        )
-        return self.framework.shadow_step(shadow, self._leave_join)
+        return self.framework.shadow_step(self._pieces.stepper.shadow_step, self._leave_join)
 
     @property
     def join_device(self) -> Any:

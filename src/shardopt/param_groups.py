@@ -9,8 +9,6 @@ from typing import Any
 from shardopt.frameworks import Framework
 from shardopt.partition import ParamSpec
 
-GRANULARITIES = ("parameter", "element")
-
 
 def read_param_groups(params: Any, framework: Framework) -> list[dict[str, Any]]:
     """Return param groups with their parameters in lists; generators are consumed, the caller's dicts left alone.
@@ -66,20 +64,6 @@ def read_param_group(group: Any, framework: Framework) -> dict[str, Any]:
 def _reject_set(params: Any) -> None:
     if isinstance(params, (set, frozenset)):
         raise TypeError("params: got a set, whose order differs between ranks; pass a list")
-
-
-def take_granularity(group: dict[str, Any], default: str) -> str:
-    """Remove a param group's own granularity from it, so that it is no option of the wrapped optimizer, and return it.
-
-    Raises:
-        ValueError: It is none.
-    """
-    granularity = group.pop("granularity", default)
-    if granularity not in GRANULARITIES:
-        raise ValueError(
-            f"granularity of a param group: expected one of {GRANULARITIES}, got {granularity!r}"
-        )
-    return str(granularity)
 
 
 def read_specs(

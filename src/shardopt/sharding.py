@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+GRANULARITIES = ("parameter", "element")
+
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
@@ -46,7 +48,7 @@ class Sharding:
 
     def __post_init__(self) -> None:
         """Check ranges, and what excludes what."""
-        if self.granularity not in ("parameter", "element"):
+        if self.granularity not in GRANULARITIES:
             raise ValueError(
                 f"granularity: expected 'parameter' or 'element', got {self.granularity!r}"
             )

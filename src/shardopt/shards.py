@@ -31,7 +31,6 @@ from shardopt.partition import (
     plan_element_layout,
     plan_layout,
     plan_owners,
-    plan_reduction,
 )
 from shardopt.sharding import Sharding
 from shardopt.step import equalize
@@ -42,10 +41,6 @@ if TYPE_CHECKING:
 VIEW_ALIGNMENT_NBYTES = 64
 """Where parameters may start in a flat bucket: torch's own CPU allocator aligns to 64 bytes, and matrix kernels may
 choose other instructions, hence other roundings, below that."""
-
-DIRECT_NBYTES = 2**19
-"""From where on a gradient on the CPU is sent from its own memory: below, a message costs more than a copy (2 cores, gloo
-over loopback: some 50 microseconds, against 0.2 ms per MB)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +62,8 @@ class Shards:
     """Parameters, by index, with who owns them and which bucket they travel in.
 
     ``parts`` is what this rank owns, and ``tensors`` what its local optimizer updates for each of them: the parameter,
-    at element granularity a flat parameter in the same memory, or master weights. ``buckets`` and ``sections`` (what this
-    rank owns of each bucket) go side by side; gradients have buckets of their own. All of it only ever grows, by
+    at element granularity a flat parameter in the same memory, or master weights. ``buckets``, ``sections`` (what this
+    rank owns of each bucket) and, if they are sharded, ``gradient_buckets`` go side by side. All of it only ever grows, by
     ``admit``; what was admitted keeps its place.
     """
 
@@ -86,7 +81,6 @@ class Shards:
         self.buckets: list[ParamBucket] = []
         self.sections: list[OwnedSection] = []
         self.gradient_buckets: list[GradientBucket] = []
-        self.gradient_bucket_of: dict[int, int] = {}
         self.has_views = has_views
         self._devices: list[Any] = []
         self._framework = framework
@@ -156,8 +150,9 @@ class Shards:
         self.specs[:], self.owners[:] = plan.specs, plan.owners
         new = [self._bucket(bucket) for bucket in plan.layout.buckets]
         if self._sharding.gradients:
-            for bucket in new:
-                self._admit_gradients(bucket.plan)
+            self.gradient_buckets += [
+                self._gradient_bucket(bucket) for bucket in plan.layout.buckets
+            ]
             equalize(self.group, new)
         for number, bucket in enumerate(new, len(self.buckets)):
             self.bucket_of.update(dict.fromkeys(bucket.plan.params, number))
@@ -172,13 +167,12 @@ class Shards:
         """Undo ``admit``: keep the first ``num_params`` parameters only."""
         while self.buckets and max(self.buckets[-1].plan.params) >= num_params:
             self.buckets.pop().restore()
-        del self.sections[len(self.buckets) :]
-        while self.gradient_buckets and max(self.gradient_buckets[-1].plan.params) >= num_params:
-            self.gradient_buckets.pop()
+        for beside in (self.sections, self.gradient_buckets):
+            del beside[len(self.buckets) :]
         for facts in (self.params, self.specs, self.owners, self._devices):
             del facts[num_params:]
         self.parts[:] = [part for part in self.parts if part.param < num_params]
-        for by_param in (self.tensors, self.bucket_of, self.gradient_bucket_of):
+        for by_param in (self.tensors, self.bucket_of):
             for param in [param for param in by_param if param >= num_params]:
                 del by_param[param]
 
@@ -256,7 +250,7 @@ class Shards:
         return None
 
     def _reduced(self, param: int, *, is_whole: bool) -> Tensor:
-        bucket = self.gradient_buckets[self.gradient_bucket_of[param]]
+        bucket = self.gradient_buckets[self.bucket_of[param]]
         return bucket.reduced(param, is_whole=is_whole)
 
     def updating_sections(self) -> list[bool]:
@@ -320,24 +314,18 @@ class Shards:
     def _staged(self, bucket: Bucket) -> StagedBucket:
         return StagedBucket(bucket, self.params, pool=self._pool, copy_all=self._framework.copy_all)
 
-    def _admit_gradients(self, bucket: Bucket) -> None:
-        """Make what collects the gradients of a bucket."""
-        is_direct = self.params[bucket.params[0]].device.type == "cpu"
-        plans = plan_reduction(bucket, direct_nbytes=DIRECT_NBYTES) if is_direct else [bucket]
-        for plan in plans:
-            self.gradient_bucket_of.update(dict.fromkeys(plan.params, len(self.gradient_buckets)))
-            made = GradientBucket(
-                plan,
-                self.params,
-                self.specs,
-                rank=self.group.rank,
-                num_members=self.group.num_members,
-                wire_dtype=self._sharding.reduce_dtype,
-                sum_dtype=self._sharding.sum_dtype,
-                pool=self._pool,
-                scale_into=self._framework.scale_into,
-            )
-            self.gradient_buckets.append(made)
+    def _gradient_bucket(self, bucket: Bucket) -> GradientBucket:
+        return GradientBucket(
+            bucket,
+            self.params,
+            self.specs,
+            rank=self.group.rank,
+            num_members=self.group.num_members,
+            wire_dtype=self._sharding.reduce_dtype,
+            sum_dtype=self._sharding.sum_dtype,
+            pool=self._pool,
+            scale_into=self._framework.scale_into,
+        )
 
     def _section(self, bucket: ParamBucket) -> OwnedSection:
         return OwnedSection(

@@ -7,8 +7,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from shardopt.buffers import view_slot
-from shardopt.checkpoint import collect_full, load_full
+from shardopt.checkpoint import collect_full, load_full, map_tensors, require_target
 from shardopt.collectives import Group
+from shardopt.errors import NotConsolidatedError
 from shardopt.frameworks import Framework
 from shardopt.partition import Part, Slot
 from shardopt.shards import Shards
@@ -73,6 +74,7 @@ class ShardedState:
         self._shards = shards
         self._local_optimizer = local_optimizer
         self._chunk_nbytes = chunk_nbytes
+        self._snapshot: dict[str, Any] | None = None
 
     @property
     def live(self) -> Any:
@@ -82,9 +84,11 @@ class ShardedState:
             return self._local_optimizer.state
         return StateOfParams(shards, self._local_optimizer)
 
-    def collect(self, param_groups: list[dict[str, Any]], *, to: int) -> dict[str, Any] | None:
-        """Return, on rank ``to``, the state dict of the whole optimizer, in CPU memory; elsewhere None. Collective."""
-        return collect_full(
+    def consolidate(self, param_groups: list[dict[str, Any]], *, to: int) -> None:
+        """Collect, on rank ``to``, the state dict of the whole optimizer, in CPU memory. Collective."""
+        require_target(self._group, to)
+        self._snapshot = None  # before the next one is collected, so that there are never two
+        self._snapshot = collect_full(
             self._group,
             self._local_optimizer,
             parts=self._shards.parts,
@@ -96,6 +100,22 @@ class ShardedState:
             empty=self._framework.empty_on_cpu,
             is_tensor=self._framework.is_tensor,
         )
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what was collected last, as dicts that may be changed. Local.
+
+        Raises:
+            NotConsolidatedError: Nothing was.
+        """
+        if self._snapshot is None:
+            raise NotConsolidatedError(
+                f"rank {self._group.rank} holds no consolidated state; call consolidate_state_dict(to=rank) on all "
+                "ranks first, then state_dict() on that rank"
+            )
+        copied: dict[str, Any] = map_tensors(
+            self._snapshot, lambda tensor: tensor, self._framework.is_tensor
+        )
+        return copied
 
     def load(self, state_dict: Any, param_groups: list[dict[str, Any]]) -> None:
         """Load this rank's part of a full state dict, and the options of all groups. Collective."""
@@ -109,3 +129,4 @@ class ShardedState:
             param_groups=param_groups,
             is_tensor=self._framework.is_tensor,
         )
+        self._snapshot = None

@@ -115,7 +115,7 @@ class Stepper:
             )
             updating = self._bring_gradients(intent)
             copy_options(self._param_groups(), self._local_optimizer.param_groups)
-            update = self._start_update()
+            update = self.start_update()
             loss = self._update(update, step_local, updating)
             copy_options(self._local_optimizer.param_groups, self._param_groups())
             self._finish(update, updating, doing="the local optimizer's step()")
@@ -123,6 +123,12 @@ class Stepper:
             scale.take_back(self._local_optimizer)
             self._forget_gradients()
         return loss
+
+    def shadow_step(self) -> None:
+        """Take part in a step of ranks that have inputs, from one that ran out of them. Collective."""
+        self.step(
+            self._local_optimizer.step, scale=LossScale(None, None), is_in_join=True, is_joined=True
+        )
 
     def _divides_in_kernel(self, *, is_in_join: bool) -> bool:
         """Whether a fused kernel may divide by a loss scale; ranks without inputs, which take part, have no scaler."""
@@ -167,7 +173,8 @@ class Stepper:
             return self._shards.gradients_of(number)
         return self._shards.reduced_gradients_of(number, self._intake.used)
 
-    def _start_update(self) -> ShardUpdate:
+    def start_update(self) -> ShardUpdate:
+        """Note what this rank's tensors are before they are updated."""
         return ShardUpdate(self._group.rank, self._shards.buckets, self._shards.tensors)
 
     def _update(
@@ -181,7 +188,7 @@ class Stepper:
         loss = None
         for position, batch in enumerate(batches or [[]]):
             is_last = position >= len(batches) - 1
-            loss = self._update_batch(update, step_local, batch, with_empty=is_last)
+            loss = self.update_batch(update, step_local, batch, with_empty=is_last)
             for number in batch:
                 self._exchange.launch(number, updating[number])
         return loss
@@ -190,13 +197,13 @@ class Stepper:
         buckets = self._shards.buckets
         return sorted(range(len(buckets)), key=lambda number: -min(buckets[number].plan.params))
 
-    def _update_batch(
+    def update_batch(
         self,
         update: ShardUpdate,
         step_local: Callable[[], Any],
         batch: Sequence[int],
         *,
-        with_empty: bool,
+        with_empty: bool = False,
     ) -> Any:
         """Run the local optimizer on what this rank owns in some buckets, and on empty parameters."""
         sections = [self._shards.sections[number] for number in batch]
@@ -206,8 +213,7 @@ class Stepper:
         try:
             for number, section in zip(batch, sections, strict=True):
                 if self._intake is not None:
-                    for param in self._shards.buckets[number].plan.params:
-                        self._intake.reducer.wait(self._shards.gradient_bucket_of[param])
+                    self._intake.reducer.wait(number)
                     section.unbind(keep=False)
                 section.bind(self._owned(number))
             groups = self._local_optimizer.param_groups
@@ -251,7 +257,7 @@ class Stepper:
         self._exchange.drain()
         copy_options(self._param_groups(), self._local_optimizer.param_groups)
         options = option_facts(self._param_groups())
-        update = self._start_update()
+        update = self.start_update()
         result = update.run(partial(method, *args, **kwargs))
         for section in self._shards.sections:
             section.write_back()

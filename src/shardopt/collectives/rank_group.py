@@ -80,10 +80,10 @@ class RankGroup:
         """Launch sends and receives on the CPU; elsewhere one all-gather in place, or a broadcast per section."""
         tensors = list(sections.values())
         if all(tensor.device.type == "cpu" for tensor in tensors):
-            receives = [self.recv(sections[r], src=r) for r in self._peers if r in sections]
             mine = [sections[self.rank]] if self.rank in sections else []
             sends = [self.send(tensor, dst=peer) for tensor in mine for peer in self._peers]
-            return Pending([*receives, *sends])
+            receives = [self.recv(sections[r], src=r) for r in self._peers if r in sections]
+            return Pending([*sends, *receives])
         flat = _joined([sections[rank] for rank in sorted(sections)])
         if len(sections) == self.world_size and flat is not None:
             work = self._distributed.all_gather_into_tensor(
@@ -122,11 +122,11 @@ class RankGroup:
         for peer in self._peers:
             if peer not in received:
                 received[peer] = spare.pop()
-        receives = [self.recv(received[p], src=p) for p in self._peers if out.numel()]
         sends = [self.send(parts[p], dst=p) for p in reversed(self._peers) if parts[p].numel()]
+        receives = [self.recv(received[p], src=p) for p in self._peers if out.numel()]
         in_order = [received[rank] for rank in range(self.world_size)]
         return Pending(
-            [*receives, *sends],
+            [*sends, *receives],
             [out, *parts],
             lambda: add_up(in_order, out=out, scale=scale, adds=adds),
         )

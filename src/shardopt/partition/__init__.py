@@ -1,7 +1,7 @@
 """WHO owns WHAT, and WHERE it lies: integers and frozen dataclasses, no tensor, no process group.
 
 ``spec`` states the facts of a parameter, ``owners`` packs parameters onto ranks, ``layout`` lays whole parameters into
-buckets by owner, ``elements`` lays them back to back and cuts, ``parts`` lists what a rank owns by either, ``reduction`` says how gradients travel, ``chunks``
+buckets by owner, ``elements`` lays them back to back and cuts, ``parts`` lists what a rank owns by either, ``chunks``
 cuts tensors into pieces of bounded size.
 Every rank plans for itself, so planning is deterministic: same arguments, same plan.
 This room imports nothing of the package; all sizes, offsets, owners and padding are computed here, once.
@@ -12,7 +12,6 @@ from shardopt.partition.elements import plan_element_layout
 from shardopt.partition.layout import Bucket, Layout, Section, Slot, plan_layout
 from shardopt.partition.owners import imbalance_of, loads_of, plan_owners
 from shardopt.partition.parts import Part, parts_of
-from shardopt.partition.reduction import plan_reduction
 from shardopt.partition.spec import ParamSpec, is_dense
 
 __all__ = [
@@ -32,5 +31,4 @@ __all__ = [
     "plan_element_layout",
     "plan_layout",
     "plan_owners",
-    "plan_reduction",
 ]

@@ -9,11 +9,18 @@ The order of collectives is the same on every rank, whatever each of them has to
 """
 
 from shardopt.step.agreement import Intent, agree
-from shardopt.step.backward import MSG_GRADIENTS_CHANGED, BackwardStep
+from shardopt.step.backward import (
+    MSG_GRAD_SCALER,
+    MSG_GRADIENTS_CHANGED,
+    MSG_NOT_UPDATED_IN_BACKWARD,
+    MSG_SEVERAL_UPDATES,
+    BackwardStep,
+)
 from shardopt.step.catch_up import catch_up_gradients, catch_up_options
 from shardopt.step.clipping import Norm, norms_of, scale_to
 from shardopt.step.closure import EvaluatedClosure
 from shardopt.step.exchange import Exchange, equalize, launch_exchange
+from shardopt.step.flags import pack_flags, unpack_flags
 from shardopt.step.intake import Autograd, GradientIntake
 from shardopt.step.options import copy_options
 from shardopt.step.reduction import GradientReducer, agree_on_gradients
@@ -22,6 +29,9 @@ from shardopt.step.update import ShardUpdate, only_params
 
 __all__ = [
     "MSG_GRADIENTS_CHANGED",
+    "MSG_GRAD_SCALER",
+    "MSG_NOT_UPDATED_IN_BACKWARD",
+    "MSG_SEVERAL_UPDATES",
     "Autograd",
     "BackwardStep",
     "EvaluatedClosure",
@@ -41,5 +51,7 @@ __all__ = [
     "launch_exchange",
     "norms_of",
     "only_params",
+    "pack_flags",
     "scale_to",
+    "unpack_flags",
 ]

@@ -17,6 +17,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardopt.collectives import Group
+from shardopt.errors import OverlapError
+from shardopt.step.backward import MSG_GRADIENTS_CHANGED
 from shardopt.step.reduction import GradientReducer
 
 if TYPE_CHECKING:
@@ -38,6 +40,16 @@ class Autograd(Protocol):
         """Make what ``param.grad`` is while the gradient is sharded; asks ``source`` for part and norm of ``index``."""
 
 
+class Driver(Protocol):
+    """What steps inside backward."""
+
+    def opened(self) -> None:
+        """A round has begun. Collective."""
+
+    def closed(self) -> None:
+        """It has ended. Collective."""
+
+
 class GradientIntake:
     """Feeds one reducer, and keeps ``param.grad`` in order."""
 
@@ -49,7 +61,7 @@ class GradientIntake:
         params: Sequence[Tensor],
         bucket_of: Mapping[int, int],
         owned: Callable[[int], Tensor | None],
-        norms: Callable[[float], Tensor],
+        norms: Callable[[float, Sequence[bool]], Tensor],
         autograd: Autograd | None,
         is_paused: Callable[[], bool],
     ) -> None:
@@ -61,7 +73,8 @@ class GradientIntake:
             params: All parameters; may grow.
             bucket_of: The number of the bucket that each lies in; may grow.
             owned: Returns this rank's part of a parameter's reduced gradient, None where it has none.
-            norms: Returns the p-norm of each parameter's reduced gradient, (number of parameters,). Collective.
+            norms: Returns the p-norm of each parameter's reduced gradient, (number of parameters,), from p and which of
+                them have one. Collective.
             autograd: None where the framework's cannot be watched: then all gradients wait in ``param.grad``.
             is_paused: Whether gradients are to wait, beyond ``no_sync()``.
         """
@@ -83,6 +96,8 @@ class GradientIntake:
         self._end: Callable[[], Any] = lambda: None
         self._is_settled = False
         self.used: list[bool] = []
+        self.driver: Driver | None = None
+        """Makes the step inside backward, if that is asked for."""
 
     # --- Inside backward --------------------------------------------------------------------------------------
 
@@ -144,6 +159,8 @@ class GradientIntake:
     def _open(self) -> None:
         assert self._autograd is not None
         self.reducer.open()
+        if self.driver is not None:
+            self.driver.opened()
         end = partial(self._close)
         self._end = weakref.ref(end)  # alive as long as the backward is
         self._autograd.at_end_of_backward(end)
@@ -151,9 +168,18 @@ class GradientIntake:
     def _close(self) -> None:
         with self._lock:
             if self.reducer.is_open:
-                for index in self.reducer.close():
+                reduced = self.reducer.close(self._take_carried)
+                if self.driver is not None:
+                    self.driver.closed()
+                for index in reduced:
                     if self._params[index].requires_grad:
                         self._show(index)
+
+    def _take_carried(self, index: int) -> Tensor | None:
+        """A gradient that waits since before this backward, which has not reached its parameter."""
+        if index in self._shown:
+            self._check(index)
+        return self._carried.pop(index, None)
 
     def _carry(self, index: int, gradient: Tensor) -> None:
         self._carried[index] = gradient
@@ -201,6 +227,8 @@ class GradientIntake:
 
     def complete(self) -> None:
         """Settle, unless that was done since the last backward, and wait for all reductions. Collective."""
+        if self.driver is not None:
+            raise OverlapError(MSG_GRADIENTS_CHANGED)
         if self._is_paused():
             raise RuntimeError(
                 "gradients that are sharded cannot be clipped within Join, since ranks without inputs take no part in it"
@@ -244,7 +272,7 @@ class GradientIntake:
         """The p-norm of the averaged gradient, 0-dim, equal on all ranks. Collective."""
         self.complete()
         if norm_type not in self._known_norms:
-            self._known_norms[norm_type] = self._norms(norm_type)
+            self._known_norms[norm_type] = self._norms(norm_type, self.used)
         return self._known_norms[norm_type][index]
 
     def all_reduce_max(self, tensor: Tensor) -> None:

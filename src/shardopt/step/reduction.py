@@ -14,7 +14,7 @@ reduces those once, in buckets that any rank has one for, after ranks that took 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -76,6 +76,8 @@ class GradientReducer:
         self._present: set[int] = set()
         self.num_rounds = 0
         self.num_dropped = 0
+        self.on_launch: Callable[[int], None] | None = None
+        """Told of each bucket that a round has launched. Collective."""
 
     # --- Rounds -----------------------------------------------------------------------------------------------
 
@@ -108,9 +110,23 @@ class GradientReducer:
             self._launch_next()
         return True
 
-    def close(self) -> list[int]:
-        """End the round and return the parameters it has reduced. Collective."""
+    def is_present(self, param: int) -> bool:
+        """Whether this rank has had a gradient of a parameter since the last step."""
+        return param in self._present
+
+    def close(self, take_late: Callable[[int], Tensor | None]) -> list[int]:
+        """End the round and return the parameters it has reduced. Collective.
+
+        ``take_late`` returns gradients of parameters that the backward did not reach, from before it.
+        """
+        assert self._missing is not None
         while self._position < len(self._order):
+            number = self._order[self._position]
+            for param in sorted(self._missing[number]):
+                gradient = take_late(param)
+                if gradient is not None:
+                    self._buckets[number].add(param, gradient)
+                    self._present.add(param)
             self._launch_next()
         self._missing = None
         self.num_rounds += 1
@@ -122,6 +138,8 @@ class GradientReducer:
         assert self._missing is not None
         del self._missing[number]
         self._launch(number)
+        if self.on_launch is not None:
+            self.on_launch(number)
 
     def _order_of_launch(self) -> list[int]:
         """Buckets that are awake, about as backward fills them: gradients come in reverse order of parameters."""
@@ -202,7 +220,7 @@ class GradientReducer:
         left = [unpack_flags(theirs[2 + num_ints :], num_params) for theirs in words]
         while self.num_rounds < max(theirs[0] for theirs in words):
             self.open()
-            self.close()
+            self.close(lambda param: None)
         is_left = [any(flags) for flags in zip(*left, strict=True)]
         for number in self._backward_order():
             if any(is_left[p] for p in self._buckets[number].plan.params):

@@ -1,0 +1,165 @@
+"""Steps inside backward, without DDP: each bucket is updated once its gradients are averaged."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardopt.collectives import Group
+from shardopt.errors import OverlapError
+from shardopt.shards import Shards
+from shardopt.step import (
+    MSG_GRAD_SCALER,
+    MSG_NOT_UPDATED_IN_BACKWARD,
+    MSG_SEVERAL_UPDATES,
+    Exchange,
+    GradientIntake,
+    LossScale,
+    ShardUpdate,
+    agree,
+    copy_options,
+    pack_flags,
+    unpack_flags,
+)
+from shardopt.stepper import Stepper
+
+LAG = 1
+"""Buckets whose reduction is under way while backward goes on, before the oldest is waited for and updated."""
+
+
+class BackwardStepper:
+    """Told by the intake when a round of reductions opens, has launched a bucket, and closes.
+
+    The order of collectives is a function of that of the launches, so it is the same on every rank: a bucket's flags
+    follow its reduction, and it is updated and its exchange launched once ``LAG`` more buckets have been launched.
+    What is raised is raised by ``confirm``, on all ranks: within backward it would leave others waiting.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        shards: Shards,
+        local_optimizer: Any,
+        *,
+        stepper: Stepper,
+        exchange: Exchange,
+        intake: GradientIntake,
+        param_groups: Callable[[], list[dict[str, Any]]],
+        fire_hooks: Callable[..., None],
+    ) -> None:
+        """Bind the pieces; ``fire_hooks`` calls step pre-hooks with ``before=True``, post-hooks with ``before=False``."""
+        self._group = group
+        self._shards = shards
+        self._local_optimizer = local_optimizer
+        self._stepper = stepper
+        self._exchange = exchange
+        self._intake = intake
+        self._param_groups = param_groups
+        self._fire_hooks = fire_hooks
+        self._update: ShardUpdate | None = None
+        self._queue: deque[tuple[int, Callable[[], list[list[int]]]]] = deque()
+        self._launched: list[Sequence[int]] = []
+        self._failure: Exception | None = None
+        self._num_unconfirmed = 0
+
+    def opened(self) -> None:
+        """Agree on the step, as one outside of backward does. Collective."""
+        self._raise_failure()
+        self._launched = [()] * len(self._shards.buckets)
+        self._intake.used = [False] * len(self._shards.params)
+        error: Exception | None = None
+        try:
+            self._exchange.drain()
+            self._shards.require_intact()
+            self._shards.require_listed(self._param_groups())
+            self._fire_hooks(before=True)
+        except Exception as raised:
+            error = raised
+        try:
+            agree(self._group, self._param_groups(), error=error)
+        except Exception as raised:
+            self._failure = raised  # on every rank
+            return
+        copy_options(self._param_groups(), self._local_optimizer.param_groups)
+        self._update = self._stepper.start_update()
+
+    def launched(self, number: int) -> None:
+        """Take note of a reduction; update the bucket that is due. Collective."""
+        if self._update is not None:
+            params = self._shards.buckets[number].plan.params
+            present = [self._intake.reducer.is_present(param) for param in params]
+            reports = self._group.launch_all_gather_ints(pack_flags(present))
+            self._queue.append((number, reports))
+            if len(self._queue) > LAG:
+                self._update_oldest()
+
+    def closed(self) -> None:
+        """Update what is left, wait for everything, and settle errors for ``confirm``. Collective."""
+        while self._queue:
+            self._update_oldest()
+        early = [number for number, ranks in enumerate(self._launched) if ranks]
+        self._intake.settle(self._group.all_gather_ints(self._intake.words()))
+        if self._update is not None:
+            try:
+                self._update_late(early)
+                doing = "the local optimizer's step() inside backward"
+                self._update.finish(
+                    self._group, self._exchange, launched=self._launched, doing=doing
+                )
+                self._exchange.drain()
+                copy_options(self._local_optimizer.param_groups, self._param_groups())
+                self._fire_hooks(before=False)
+            except Exception as raised:
+                self._failure = raised
+        self._update = None
+        self._num_unconfirmed += 1
+
+    def _update_late(self, early: Sequence[int]) -> None:
+        """Update buckets that nobody had a gradient for in the last step, but somebody has now."""
+        updating = self._shards.sections_with(self._intake.used)
+        late = [number for number, ranks in enumerate(updating) if ranks and number not in early]
+        for number in late:
+            self._update_bucket(number, updating[number])
+        assert self._update is not None
+        self._stepper.update_batch(self._update, self._local_optimizer.step, [], with_empty=True)
+
+    def _update_oldest(self) -> None:
+        number, reports = self._queue.popleft()
+        plan = self._shards.buckets[number].plan
+        flags = [unpack_flags(packed, len(plan.params)) for packed in reports()]
+        for param, is_used in zip(plan.params, zip(*flags, strict=True), strict=True):
+            self._intake.used[param] = any(is_used)
+        used = self._intake.used
+        ranks = [s.rank for s in plan.sections if any(used[slot.param] for slot in s.slots)]
+        self._update_bucket(number, ranks)
+
+    def _update_bucket(self, number: int, ranks: Sequence[int]) -> None:
+        assert self._update is not None
+        self._stepper.update_batch(self._update, self._local_optimizer.step, [number])
+        self._exchange.launch(number, ranks)
+        self._launched[number] = ranks
+
+    # --- Outside of backward ----------------------------------------------------------------------------------
+
+    def confirm(self, scale: LossScale) -> None:
+        """Answer a call of ``step()``: the update has been made.
+
+        Raises:
+            Exception: What went wrong in it, on every rank.
+            OverlapError: It has not been made, or several times, or a GradScaler calls.
+        """
+        if scale.found_inf is not None:
+            raise OverlapError(MSG_GRAD_SCALER)
+        num_updates, self._num_unconfirmed = self._num_unconfirmed, 0
+        self._intake.forget(after_step=True)
+        self._raise_failure()
+        if not num_updates:
+            raise OverlapError(MSG_NOT_UPDATED_IN_BACKWARD)
+        if num_updates > 1:
+            raise OverlapError(MSG_SEVERAL_UPDATES.format(num=num_updates))
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
