@@ -9,6 +9,7 @@ from typing import Any
 
 from shardopt.attachment import Attachment
 from shardopt.collectives import Group, option_facts
+from shardopt.partition import backward_order
 from shardopt.shards import Shards
 from shardopt.step import (
     Exchange,
@@ -181,7 +182,7 @@ class Stepper:
         self, update: ShardUpdate, step_local: Callable[[], Any], updating: Sequence[Sequence[int]]
     ) -> Any:
         """Run the local optimizer and launch the exchange, bucket by bucket if it is separable. Collective."""
-        order = self._backward_order()
+        order = backward_order([bucket.plan for bucket in self._shards.buckets])
         if not self._awaits_exchange:
             order.reverse()  # the next forward needs first what backward has brought last
         batches = [[number] for number in order] if self._is_separable else [order]
@@ -192,10 +193,6 @@ class Stepper:
             for number in batch:
                 self._exchange.launch(number, updating[number])
         return loss
-
-    def _backward_order(self) -> list[int]:
-        buckets = self._shards.buckets
-        return sorted(range(len(buckets)), key=lambda number: -min(buckets[number].plan.params))
 
     def update_batch(
         self,

@@ -64,6 +64,7 @@ class GradientBucket:
         self._owned = {slot.param: slot for slot in section.slots}
         self.shard = like.new_zeros((section.numel,), dtype=sum_dtype or self._like.dtype)
         self._filled: dict[int, Tensor] = {}
+        self._kept_views: tuple[int, dict[int, Tensor]] = (0, {})
         self._memory: Tensor | None = None
         self._is_borrowed = False
         self._is_alone = len(self._places) == 1 and like.device.type == "cpu"
@@ -149,10 +150,15 @@ class GradientBucket:
         return self.shard.narrow(0, place.start, place.numel)
 
     def _view(self, param: int) -> Tensor:
-        """Where a parameter's gradient lies in staging memory, in its shape."""
+        """Where a parameter's gradient lies in staging memory, in its shape; made anew only for other memory."""
         if self._memory is None:
             self._memory = self._pool.take(self.plan.numel, like=self._like)
-        return view_slot(self._memory, self._places[param], self._specs[param])
+            if self._memory.data_ptr() != self._kept_views[0]:
+                self._kept_views = self._memory.data_ptr(), {}
+        views = self._kept_views[1]
+        if param not in views:
+            views[param] = view_slot(self._memory, self._places[param], self._specs[param])
+        return views[param]
 
     def _can_borrow(self, param: int, gradient: Tensor) -> bool:
         """Whether a gradient lies in memory just as it would travel."""

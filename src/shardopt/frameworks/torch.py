@@ -67,8 +67,7 @@ def empty_on_cpu(numel: int, dtype: str) -> torch.Tensor:
 
 def scale_into(destination: torch.Tensor, source: torch.Tensor, factor: float) -> None:
     """Write a multiple, in one pass, into memory of the same shape."""
-    with torch.no_grad():
-        torch.mul(source, factor, out=destination)
+    torch.mul(source.detach(), factor, out=destination)
 
 
 class TorchAutograd:

@@ -9,7 +9,14 @@ This room imports nothing of the package; all sizes, offsets, owners and padding
 
 from shardopt.partition.chunks import Chunk, Piece, plan_chunks
 from shardopt.partition.elements import plan_element_layout
-from shardopt.partition.layout import Bucket, Layout, Section, Slot, plan_layout
+from shardopt.partition.layout import (
+    Bucket,
+    Layout,
+    Section,
+    Slot,
+    backward_order,
+    plan_layout,
+)
 from shardopt.partition.owners import imbalance_of, loads_of, plan_owners
 from shardopt.partition.parts import Part, parts_of
 from shardopt.partition.spec import ParamSpec, is_dense
@@ -23,6 +30,7 @@ __all__ = [
     "Piece",
     "Section",
     "Slot",
+    "backward_order",
     "imbalance_of",
     "is_dense",
     "loads_of",

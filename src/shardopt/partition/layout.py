@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardopt.partition.spec import ParamSpec
 
@@ -49,7 +50,7 @@ class Section:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for what is computed once
 class Bucket:
     """One flat tensor of one dtype on one device, in a section per rank; ``is_cut``: by element, in equal sections."""
 
@@ -59,17 +60,22 @@ class Bucket:
     sections: tuple[Section, ...]
     is_cut: bool = False
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the flat tensor."""
         return max((section.stop for section in self.sections), default=0)
 
-    @property
+    @cached_property
     def params(self) -> tuple[int, ...]:
         """Indices of the parameters it holds, by section."""
         return tuple(self.places)
 
-    @property
+    @cached_property
+    def first_param(self) -> int:
+        """The lowest index of a parameter it holds."""
+        return min(self.params)
+
+    @cached_property
     def places(self) -> dict[int, Slot]:
         """Where each parameter lies as a whole, across sections."""
         places: dict[int, Slot] = {}
@@ -91,6 +97,14 @@ class Layout:
     def nbytes(self) -> int:
         """Bytes that one exchange of all parameters sends, counted once at their owners."""
         return sum(s.numel * bucket.itemsize for bucket in self.buckets for s in bucket.sections)
+
+
+def backward_order(buckets: Sequence[Bucket]) -> list[int]:
+    """Return the numbers of buckets about as backward completes them.
+
+    Gradients come in about the reverse order of parameters, so a bucket is complete with its lowest.
+    """
+    return sorted(range(len(buckets)), key=lambda number: -buckets[number].first_param)
 
 
 def plan_layout(

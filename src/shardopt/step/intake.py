@@ -105,10 +105,9 @@ class GradientIntake:
         """Watch all parameters that are trained by now and were not before."""
         if self._autograd is None:
             return
-        myself = weakref.ref(self)  # a parameter outlives its optimizer
         for index, param in enumerate(self._params):
             if param.requires_grad and index not in self._handles and index in self._bucket_of:
-                before, after = (partial(_forward, myself, n, index) for n in ("before", "after"))
+                before, after = _hooks(weakref.ref(self), index)
                 self._handles[index] = self._autograd.watch(param, before, after)
 
     def unwatch(self, num_params: int) -> None:
@@ -299,8 +298,19 @@ class GradientIntake:
         self.watch()
 
 
-def _forward(reference: Callable[[], Any], name: str, index: int) -> None:
-    """Call a method of an object, if it is still there."""
-    target = reference()
-    if target is not None:
-        getattr(target, name)(index)
+def _hooks(
+    intake: weakref.ref[GradientIntake], index: int
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """What a parameter calls before and after accumulation; it outlives its optimizer, so does not keep it."""
+
+    def before() -> None:
+        alive = intake()
+        if alive is not None and index in alive._shown:
+            alive.before(index)
+
+    def after() -> None:
+        alive = intake()
+        if alive is not None:
+            alive.after(index)
+
+    return before, after

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from shardopt.buffers import GradientBucket
 from shardopt.collectives import Finish, Group
 from shardopt.errors import RankMismatchError
-from shardopt.partition import ParamSpec
+from shardopt.partition import ParamSpec, backward_order
 from shardopt.step.flags import pack_flags, unpack_flags
 
 if TYPE_CHECKING:
@@ -148,9 +148,7 @@ class GradientReducer:
         return [number for number in self._backward_order() if self._is_awake[number]]
 
     def _backward_order(self) -> list[int]:
-        return sorted(
-            range(len(self._buckets)), key=lambda number: -min(self._buckets[number].plan.params)
-        )
+        return backward_order([bucket.plan for bucket in self._buckets])
 
     def _launch(self, number: int) -> None:
         """Launch the reduction of one bucket with what was taken in, waiting for older ones if there are many."""
