@@ -34,7 +34,15 @@ class Attachment:
             exchange: What is to be waited for.
             shards: Know the bucket of a parameter.
             outside_of_graphs: Makes a function that a compiler of models leaves alone.
+
+        Raises:
+            ValueError: Parameters are no bucket views, which the exchange could write to meanwhile.
         """
+        if not shards.has_views:
+            raise ValueError(
+                "attach() lets parameters arrive during forward, for which they have to be bucket views; pass "
+                "parameters_as_bucket_view=True, and overlap_with_ddp=False"
+            )
         bucket_of = {id(shards.params[p]): number for p, number in shards.bucket_of.items()}
         self._exchange = exchange
         self._called: set[int] = set()

@@ -49,7 +49,10 @@ class Clipper:
 
         Raises:
             RuntimeError: On every rank, if asked for: the norm is inf or NaN; nothing was scaled.
+            ValueError: ``norm_type`` is not above 0.
         """
+        if not norm_type > 0:
+            raise ValueError(f"norm_type: expected a number above 0, or inf, got {norm_type!r}")
         agree(
             self._group,
             self._param_groups(),

@@ -20,9 +20,9 @@ from shardopt.shards import Shards
 from shardopt.step import (
     MSG_GRADIENTS_CHANGED,
     BackwardStep,
-    EvaluatedClosure,
     LossScale,
     copy_options,
+    local_step,
 )
 
 DEFAULT_SHARDING = Sharding()
@@ -80,8 +80,9 @@ class ShardedOptimizer:
         has_views = parameters_as_bucket_view and not overlap_with_ddp
         self.shards = Shards(self._group, self.framework, sharding, has_views=has_views)
         policy = policy_facts(optimizer_class, sharding, **modes)
-        plan = self.shards.plan(self.param_groups, self._granularities, policy)
-        self.shards.admit(self.param_groups, plan)
+        self.shards.admit(
+            self.param_groups, self.shards.plan(self.param_groups, self._granularities, policy)
+        )
         try:
             with raise_together(self._group, doing=f"making the local {name_of(optimizer_class)}"):
                 self.optim = optimizer_class(
@@ -200,16 +201,9 @@ class ShardedOptimizer:
             loss = self._evaluate(closure)
         except Exception as raised:
             error = raised
-
-        def step_local() -> Any:
-            if closure is None:
-                return self.optim.step(**kwargs)
-            once = EvaluatedClosure(loss, self.shards.versions) if callable(closure) else closure
-            return self.optim.step(closure=once, **kwargs)
-
         try:
             return self._pieces.stepper.step(
-                step_local,
+                local_step(self.optim, closure, loss, self.shards.versions, kwargs),
                 scale=LossScale.of(self),
                 is_in_join=bool(self._join_config.enable),
                 error=error,
@@ -264,8 +258,6 @@ class ShardedOptimizer:
         """
         if self._steps_in_backward:
             raise OverlapError(MSG_GRADIENTS_CHANGED)
-        if not norm_type > 0:
-            raise ValueError(f"norm_type: expected a number above 0, or inf, got {norm_type!r}")
         if self._pieces.intake is None:
             return self.framework.clip_grad_norm(
                 self.shards.params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
@@ -307,17 +299,12 @@ class ShardedOptimizer:
             ValueError: Parameters are no bucket views, which the exchange could write to meanwhile.
             RankMismatchError: Modules of different ranks have different buffers.
         """
-        if not self.shards.has_views or self.backward_step is not None:
-            raise ValueError(
-                "attach() lets parameters arrive during forward, for which they have to be bucket views; pass "
-                "parameters_as_bucket_view=True, and overlap_with_ddp=False"
-            )
-        if broadcast_buffers:
-            equalize_buffers(self._group, module)
         attachment = Attachment(
             module, self._pieces.exchange, self.shards, self.framework.outside_of_graphs
         )
         self._pieces.stepper.attachments.append(attachment)
+        if broadcast_buffers:
+            equalize_buffers(self._group, module)
 
     def wait(self) -> None:
         """Wait until all parameters are what the last ``step()`` made of them. Local."""
@@ -394,6 +381,8 @@ class ShardedOptimizer:
         stand_in = stand_last(self, lambda joinable: isinstance(joinable, ShardedOptimizer))
         if stand_in is not self:
             return stand_in.join_hook(**kwargs)
+        if self._group.num_members > self._group.world_size:
+            raise ValueError("Join cannot be combined with a grid of ranks; use one process group")
         if self._steps_in_backward:
             raise OverlapError(
                 "Join cannot be combined with steps in backward; use overlap_with_ddp=False and step_in_backward=False for uneven "

@@ -165,7 +165,7 @@ class Stepper:
         """All gradients that a loss scale is to be divided out of; waits for those that are being reduced."""
         if self._intake is None:
             return [param.grad for param in self._shards.params if param.grad is not None]
-        self._intake.reducer.drain()
+        self._intake.reducer.complete_all()
         return [g for n in range(len(self._shards.buckets)) for g in self._owned(n).values()]
 
     def _owned(self, number: int) -> dict[int, Any]:
@@ -210,7 +210,7 @@ class Stepper:
         try:
             for number, section in zip(batch, sections, strict=True):
                 if self._intake is not None:
-                    self._intake.reducer.wait(number)
+                    self._intake.reducer.complete(number)
                     section.unbind(keep=False)
                 section.bind(self._owned(number))
             groups = self._local_optimizer.param_groups

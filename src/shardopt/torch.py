@@ -28,8 +28,9 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, Optimizer, Joinable):
         params: Iterable of tensors, of (name, tensor) pairs, or of dicts with such an iterable under ``"params"``. Equal
             on all ranks in number, order, shapes, dtypes and ``requires_grad``. Dtypes and devices may be mixed.
         optimizer_class: Class of the wrapped optimizer, or a callable that makes one from (param_groups, **defaults).
-        process_group: The ranks that share the work: a process group or a 1-D ``DeviceMesh``. By default WORLD; this
-            process alone where ``torch.distributed`` is not initialized and no launcher set ``WORLD_SIZE`` above 1.
+        process_group: The ranks that share the work: a process group or a 1-D ``DeviceMesh``; or a grid that shards along
+            rows and replicates along columns: a 2-D ``DeviceMesh`` (replicate, shard), or the pair (sharding group, replica
+            group). By default WORLD; this process alone where ``torch.distributed`` is not initialized and no launcher set ``WORLD_SIZE`` above 1.
         parameters_as_bucket_view: Make parameters views of flat buckets, so that the exchange copies nothing. Otherwise
             parameters keep their own memory, and small ones are copied through two staging buffers.
         overlap_with_ddp: Step inside DDP's backward, bucket by bucket, by a hook from ``shardopt.ddp_zero_hook``.

@@ -52,7 +52,7 @@ def consolidate(
         On rank ``to`` the union of all states, every tensor a copy in CPU memory; elsewhere None.
     """
     skeleton, tensors = take_tensors(state, is_tensor)
-    skeletons = group.all_gather_object(skeleton)
+    skeletons = group.all_gather_object(skeleton)[: group.world_size]  # replicas have the same
     pool = StagingPool()
     merged: dict[Any, Any] = {}
     for rank, theirs in enumerate(skeletons):

@@ -1,7 +1,7 @@
 """The only door to other ranks.
 
 ``group`` says what the rooms may ask of the sharding group, and holds the group of one rank; ``rank_group`` is a real
-process group, and chooses the primitives. ``agreement`` lets all ranks raise or none, ``facts`` says what of their options they can compare, ``window`` keeps a bounded number of
+process group, and chooses the primitives; ``grid`` is several that replicate one another. ``agreement`` lets all ranks raise or none, ``facts`` says what of their options they can compare, ``window`` keeps a bounded number of
 collectives in flight and awaits each exactly once.
 This room sees flat tensors and plain values; it knows nothing of parameters, layouts or optimizers, and reaches a
 framework only through the modules it is handed.
@@ -14,6 +14,7 @@ from shardopt.collectives.agreement import (
     settle,
 )
 from shardopt.collectives.facts import digest, option_facts, options_of
+from shardopt.collectives.grid import RankGrid
 from shardopt.collectives.group import Group, LoneRank, Pending
 from shardopt.collectives.rank_group import RankGroup
 from shardopt.collectives.window import Finish, Window, run_windowed
@@ -23,6 +24,7 @@ __all__ = [
     "Group",
     "LoneRank",
     "Pending",
+    "RankGrid",
     "RankGroup",
     "Window",
     "digest",

@@ -1,6 +1,7 @@
 """The sharding group: the few operations that the other rooms need of it.
 
-All ranks in this file are ranks within the group.
+All ranks in this file are ranks within the group. A group is alone, or one of several that hold replicas (``RankGrid``);
+what ranks agree on is agreed on by all members of all of them.
 """
 
 from __future__ import annotations
@@ -71,6 +72,10 @@ class Group(Protocol):
     def is_first(self) -> bool:
         """Whether this process is member 0, whose parameters all start from."""
 
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this process is in the first of the groups that hold replicas."""
+
     def rank_of(self, member: int) -> int:
         """The rank, within its group, of a member; members are numbered group by group."""
 
@@ -111,6 +116,9 @@ class Group(Protocol):
             scale: Multiplied into the sum.
             adds: Add to what ``out`` holds instead of replacing it.
         """
+
+    def reduce_over_replicas(self, tensor: Tensor) -> None:
+        """Sum what this rank holds of a sum over its group with what the same rank of other groups holds. Collective."""
 
     def num_scratch(self, device_type: str, *, adds: bool, casts: bool) -> int:
         """How many tensors of scratch memory ``reduce_scatter`` needs.
@@ -188,6 +196,7 @@ class LoneRank:
     world_size = 1
     num_members = 1
     is_first = True
+    is_first_replica = True
 
     def __init__(self, process_group: Any = None) -> None:
         """Know the framework's group of one rank, if there is one."""
@@ -221,6 +230,9 @@ class LoneRank:
     ) -> Pending:
         """Take this rank's part, when it is awaited."""
         return Pending(then=lambda: add_up(parts, out=out, scale=scale, adds=adds))
+
+    def reduce_over_replicas(self, tensor: Tensor) -> None:
+        """Leave ``tensor`` as it is."""
 
     def num_scratch(self, device_type: str, *, adds: bool, casts: bool) -> int:
         """None: nothing is received."""

@@ -52,6 +52,8 @@ class RankGroup:
     def _control(self) -> Any:
         return alive(self._control_group)
 
+    is_first_replica = True
+
     @property
     def num_members(self) -> int:
         """The ranks of the group."""
@@ -136,6 +138,9 @@ class RankGroup:
         if device_type == "cpu":
             return self.world_size - (1 if adds or casts else 2)
         return self.world_size if casts else int(adds)
+
+    def reduce_over_replicas(self, tensor: Tensor) -> None:
+        """Leave ``tensor`` as it is: there are none."""
 
     def _reduce_scatter_natively(
         self,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from shardopt.collectives import Group, LoneRank, RankGroup
+from shardopt.collectives import Group, LoneRank, RankGrid, RankGroup
 
 
 def find_group(
@@ -20,7 +20,8 @@ def find_group(
     """Return the sharding group that ``process_group`` stands for.
 
     Args:
-        process_group: None for the default group, a process group, or a 1-D device mesh. Where no default group was
+        process_group: None for the default group, a process group, a device mesh of 1 dimension, or of 2 for a grid that
+            shards along the second and replicates along the first, or the pair of both groups of a grid. Where no default group was
             initialized and no launcher announced other processes, this process is rank 0 of 1, so that a script runs
             on one machine as it is.
         framework: The module of the framework.
@@ -31,7 +32,7 @@ def find_group(
     Raises:
         RuntimeError: A launcher announced several processes (``WORLD_SIZE``) but ``init_process_group`` was not called;
             going on alone would train that many unrelated models.
-        ValueError: This process is no member of the group, or the mesh has several dimensions.
+        ValueError: This process is no member of the group, or the mesh has more than two dimensions.
         TypeError: Neither a process group nor a mesh.
     """
     if not distributed.is_initialized():
@@ -44,25 +45,49 @@ def find_group(
                 "call init_process_group() before making the optimizer"
             )
         return LoneRank()
-    if isinstance(process_group, mesh_class):
-        num_dims = process_group.ndim  # type: ignore[attr-defined]
-        if num_dims != 1:
-            raise ValueError(
-                f"process_group is a DeviceMesh of {num_dims} dimensions, expected 1; "
-                "pass one dimension of it, e.g. mesh['data']"
-            )
-        process_group = process_group.get_group()  # type: ignore[attr-defined]
+    row, column = _row_and_column(process_group, mesh_class)
+    groups = [_checked_group(group, distributed) for group in (row, column) if group is not _ABSENT]
+    made = [_make(group, framework, distributed, control_of) for group in groups]
+    return made[0] if len(made) == 1 else RankGrid(*made)
+
+
+_ABSENT = object()
+
+
+def _row_and_column(process_group: Any, mesh_class: type) -> tuple[Any, Any]:
+    """The group that shards, and that of replicas if there is one."""
+    if isinstance(process_group, tuple) and len(process_group) == 2:
+        return process_group
+    if not isinstance(process_group, mesh_class):
+        return process_group, _ABSENT
+    num_dims = process_group.ndim  # type: ignore[attr-defined]
+    if num_dims == 1:
+        return process_group.get_group(), _ABSENT  # type: ignore[attr-defined]
+    if num_dims == 2:
+        return process_group.get_group(1), process_group.get_group(0)  # type: ignore[attr-defined]
+    raise ValueError(
+        f"process_group is a DeviceMesh of {num_dims} dimensions, expected 1, or 2 to shard along the second and "
+        "replicate along the first; pass one or two dimensions of it, e.g. mesh['data']"
+    )
+
+
+def _checked_group(process_group: Any, distributed: Any) -> Any:
     group = distributed.group.WORLD if process_group is None else process_group
     is_group = isinstance(group, distributed.ProcessGroup)
     if not is_group and group != distributed.GroupMember.NON_GROUP_MEMBER:
         raise TypeError(
-            f"process_group: expected a ProcessGroup, a 1-D DeviceMesh or None, got {type(group).__name__}"
+            "process_group: expected a ProcessGroup, a DeviceMesh, a pair of groups (that shards, that replicates) or "
+            f"None, got {type(group).__name__}"
         )
     if not is_group or distributed.get_rank(group) < 0:
         raise ValueError(
             f"process_group: global rank {distributed.get_rank()} is no member of it; "
             "make the optimizer only on the ranks that new_group() was given"
         )
+    return group
+
+
+def _make(group: Any, framework: Any, distributed: Any, control_of: Callable[[Any], Any]) -> Group:
     if distributed.get_world_size(group) == 1:
         return LoneRank(group)
     return RankGroup(framework, distributed, group, control=control_of(group))

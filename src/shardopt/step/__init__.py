@@ -18,7 +18,7 @@ from shardopt.step.backward import (
 )
 from shardopt.step.catch_up import catch_up_gradients, catch_up_options
 from shardopt.step.clipping import Norm, norms_of, scale_to
-from shardopt.step.closure import EvaluatedClosure
+from shardopt.step.closure import EvaluatedClosure, local_step
 from shardopt.step.exchange import Exchange, equalize, launch_exchange
 from shardopt.step.flags import pack_flags, unpack_flags
 from shardopt.step.intake import Autograd, GradientIntake
@@ -49,6 +49,7 @@ __all__ = [
     "copy_options",
     "equalize",
     "launch_exchange",
+    "local_step",
     "norms_of",
     "only_params",
     "pack_flags",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -39,3 +39,29 @@ class EvaluatedClosure:
                 "loss with replicas that differ; compute the gradients before step() and pass no closure"
             )
         return self._loss
+
+
+def local_step(
+    local_optimizer: Any,
+    closure: Any,
+    loss: Any,
+    versions: Callable[[], list[int]],
+    kwargs: Mapping[str, Any],
+) -> Callable[[], Any]:
+    """Return what runs the local optimizer's ``step()``, any number of times over some of its parameters each.
+
+    Args:
+        local_optimizer: The wrapped optimizer.
+        closure: What the user passed.
+        loss: What it returned, if it can be called.
+        versions: Returns the versions of this rank's parameters.
+        kwargs: Further arguments of ``step()``.
+    """
+
+    def step() -> Any:
+        if closure is None:
+            return local_optimizer.step(**kwargs)
+        once = EvaluatedClosure(loss, versions) if callable(closure) else closure
+        return local_optimizer.step(closure=once, **kwargs)
+
+    return step

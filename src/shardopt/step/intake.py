@@ -238,7 +238,7 @@ class GradientIntake:
             )
         if not self._is_settled:
             self.settle(self._group.all_gather_ints(self.words()))
-        self.reducer.drain()
+        self.reducer.complete_all()
 
     def waiting(self) -> list[Tensor]:
         """This rank's gradients that no round has taken, for changing them in place."""

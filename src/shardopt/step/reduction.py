@@ -73,6 +73,7 @@ class GradientReducer:
         self._order: list[int] = []
         self._is_awake: list[bool] = []
         self._holding: set[int] = set()
+        self._replicated: set[int] = set()
         self._present: set[int] = set()
         self.num_rounds = 0
         self.num_dropped = 0
@@ -177,6 +178,9 @@ class GradientReducer:
         out = bucket.shard.narrow(0, 0, parts[self._group.rank].numel())
         adds = number in self._holding
         self._holding.add(number)
+        if number in self._replicated and not self._group.is_first_replica:
+            bucket.shard.zero_()  # what all replicas have is to count once
+        self._replicated.discard(number)
         num = self._group.num_scratch(out.device.type, adds=adds, casts=bucket.casts)
         scratch, release_scratch = bucket.scratch(num, out.numel())
         pending = self._group.reduce_scatter(
@@ -246,13 +250,21 @@ class GradientReducer:
                 self._buckets[number].add(p, gradients[p])
         self._launch(number)
 
-    def wait(self, number: int) -> None:
-        """Wait until the reductions of one bucket are done. Local."""
+    def complete(self, number: int) -> None:
+        """Wait until the reductions of one bucket are done, over replicas too. Collective."""
         while any(number == other for other, _ in self._in_flight):
             self._finish_oldest()
+        if number in self._holding and number not in self._replicated:
+            self._group.reduce_over_replicas(self._buckets[number].shard)
+            self._replicated.add(number)
+
+    def complete_all(self) -> None:
+        """Wait until all reductions are done, over replicas too. Collective."""
+        for number in self._backward_order():
+            self.complete(number)
 
     def drain(self) -> None:
-        """Wait until all reductions are done. Local."""
+        """Wait for everything in flight. Local."""
         while self._in_flight:
             self._finish_oldest()
 
@@ -268,6 +280,7 @@ class GradientReducer:
             self.num_dropped += 1
         self.drain()
         self._holding.clear()
+        self._replicated.clear()
         self._present.clear()
 
     def drop(self, param: int, owned: Tensor | None) -> None:
