@@ -6,6 +6,7 @@ framework.
 
 from typing import TYPE_CHECKING, Any
 
+from shardopt.costs import newton_schulz_work
 from shardopt.errors import (
     NotConsolidatedError,
     OverlapError,
@@ -32,6 +33,7 @@ __all__ = [
     "ShardoptError",
     "StateMismatchError",
     "ZeroRedundancyOptimizer",
+    "newton_schulz_work",
 ]
 
 

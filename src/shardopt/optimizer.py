@@ -381,12 +381,10 @@ class ShardedOptimizer:
         stand_in = stand_last(self, lambda joinable: isinstance(joinable, ShardedOptimizer))
         if stand_in is not self:
             return stand_in.join_hook(**kwargs)
-        if self._group.num_members > self._group.world_size:
-            raise ValueError("Join cannot be combined with a grid of ranks; use one process group")
-        if self._steps_in_backward:
+        if self._steps_in_backward or self._group.num_members > self._group.world_size:
             raise OverlapError(
-                "Join cannot be combined with steps in backward; use overlap_with_ddp=False and step_in_backward=False for uneven "
-                "inputs"
+                "Join cannot be combined with steps in backward, or with a grid of ranks; for uneven inputs use "
+                "overlap_with_ddp=False, step_in_backward=False and one process group"
             )
         return self.framework.shadow_step(self._pieces.stepper.shadow_step, self._leave_join)
 

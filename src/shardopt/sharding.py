@@ -33,7 +33,8 @@ class Sharding:
         elementwise: Vouches that ``optimizer_class`` updates every element on its own, whatever the others are, for
             element granularity with an optimizer that is not one of the framework's.
         cost: Of a ``ParamSpec`` (``shape``, ``numel``, ``name``, ...) what its update costs, 0 or more, in any unit; whole
-            parameters are packed so that ranks carry equal sums. By default the number of elements.
+            parameters are packed so that ranks carry about equal sums. By default the number of elements;
+            ``shardopt.newton_schulz_work`` for Muon.
     """
 
     granularity: Literal["parameter", "element"] = "parameter"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,8 @@ from shardopt.step import equalize
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 VIEW_ALIGNMENT_NBYTES = 64
 """Where parameters may start in a flat bucket: torch's own CPU allocator aligns to 64 bytes, and matrix kernels may
@@ -162,6 +165,7 @@ class Shards:
         for part in self.parts:
             if part.param >= start:
                 self.tensors[part.param] = self._tensor(part.param)
+        logger.info("the rank that carries most carries %.3f times the mean", self.imbalance)
 
     def retract(self, num_params: int) -> None:
         """Undo ``admit``: keep the first ``num_params`` parameters only."""
