@@ -1,0 +1,1 @@
+"""Benchmarks, one question each; a package, since others install one of this name."""
