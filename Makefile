@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 RANKS ?= 2
 
-.PHONY: demo digits test lint unit clean
+.PHONY: demo digits test lint unit bench clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,11 @@ lint: $(VENV)/installed
 
 unit: $(VENV)/installed
 	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(VENV)/installed  ## Measure training steps beside peers; about an hour
+	$(BIN)/pip install --quiet -c constraints.txt fairscale
+	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[bench]'
+	$(BIN)/python -m benchmarks.train_step $(ARGS)
 
 clean:
 	rm -rf $(VENV) build runs

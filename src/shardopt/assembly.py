@@ -126,7 +126,7 @@ def _make_intake(
         shards.gradient_buckets,
         shards.params,
         shards.specs,
-        in_flight_nbytes=2 * sharding.bucket_nbytes,
+        in_flight_nbytes=sharding.bucket_nbytes,
     )
     intake = GradientIntake(
         group,

@@ -58,7 +58,6 @@ class GradientBucket:
         self._scale_into = scale_into
         like = params[plan.params[0]].detach()
         self._like = like.new_empty((0,), dtype=wire_dtype or like.dtype)
-        pool.expect(plan.numel, like=self._like)
         section = plan.sections[rank]
         self._start = section.start
         self._owned = {slot.param: slot for slot in section.slots}
@@ -68,6 +67,8 @@ class GradientBucket:
         self._memory: Tensor | None = None
         self._is_borrowed = False
         self._is_alone = len(self._places) == 1 and like.device.type == "cpu"
+        if not self._is_alone:  # which is lent no memory, as a rule
+            pool.expect(plan.numel, like=self._like)
         self._factor = 1.0 / num_members
         is_exact = num_members & (num_members - 1) == 0 and "float16" not in str(
             self._like.dtype
