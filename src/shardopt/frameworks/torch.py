@@ -75,14 +75,12 @@ class TorchAutograd:
 
     def watch(
         self, param: torch.Tensor, before: Callable[[], None], after: Callable[[], None]
-    ) -> list[Any]:
+    ) -> None:
         """Call around each accumulation."""
-        return [
-            param.register_hook(lambda gradient: before()),  # type: ignore[no-untyped-call]
-            param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda param: after()
-            ),
-        ]
+        param.register_hook(lambda gradient: before())  # type: ignore[no-untyped-call]
+        param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            lambda param: after()
+        )
 
     def at_end_of_backward(self, callback: Callable[[], None]) -> None:
         """Call when the graph task that is under way has run."""

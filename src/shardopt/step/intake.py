@@ -28,10 +28,8 @@ if TYPE_CHECKING:
 class Autograd(Protocol):
     """What the intake asks of a framework's autograd."""
 
-    def watch(
-        self, param: Tensor, before: Callable[[], None], after: Callable[[], None]
-    ) -> list[Any]:
-        """Call ``before`` and ``after`` around each accumulation into ``param.grad``; returns removable handles."""
+    def watch(self, param: Tensor, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Call ``before`` and ``after`` around each accumulation into ``param.grad``, as long as there is ``param``."""
 
     def at_end_of_backward(self, callback: Callable[[], None]) -> None:
         """Call once the backward that is under way ends well; hold ``callback`` no longer than that."""
@@ -89,7 +87,7 @@ class GradientIntake:
         self._is_paused = is_paused
         self._num_pauses = 0
         self._lock = threading.RLock()  # devices have their own threads in backward
-        self._handles: dict[int, list[Any]] = {}
+        self._watched: set[int] = set()
         self._stand_ins: dict[int, Any] = {}
         self._shown: set[int] = set()
         self._carried: dict[int, Tensor] = {}
@@ -106,16 +104,10 @@ class GradientIntake:
         if self._autograd is None:
             return
         for index, param in enumerate(self._params):
-            if param.requires_grad and index not in self._handles and index in self._bucket_of:
+            if param.requires_grad and index not in self._watched and index in self._bucket_of:
                 before, after = _hooks(weakref.ref(self), index)
-                self._handles[index] = self._autograd.watch(param, before, after)
-
-    def unwatch(self, num_params: int) -> None:
-        """Let go of all parameters but the first ``num_params``."""
-        for index in [index for index in self._handles if index >= num_params]:
-            for handle in self._handles.pop(index):
-                handle.remove()
-            self._stand_ins.pop(index, None)
+                self._autograd.watch(param, before, after)
+                self._watched.add(index)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
