@@ -17,12 +17,13 @@ MAY_IMPORT = {
     "errors": set(),
     "sharding": set(),
     "partition": set(),
+    "costs": {"partition"},
     "collectives": {"errors"},
     "buffers": {"partition", "errors"},
     "step": {"partition", "collectives", "buffers", "errors"},
     "checkpoint": {"partition", "collectives", "buffers", "errors"},
     "join": set(),
-    "frameworks": {"buffers", "collectives", "join"},
+    "frameworks": {"buffers", "collectives", "join", "step"},
     "arguments": {"frameworks", "sharding"},
     "param_groups": {"frameworks", "partition"},
     "shards": {
@@ -35,33 +36,55 @@ MAY_IMPORT = {
         "sharding",
         "step",
     },
-    "stepper": {"collectives", "shards", "step"},
-    "optimizer": {
-        "arguments",
+    "attachment": {"collectives", "shards", "step"},
+    "clipper": {"collectives", "shards", "step"},
+    "state": {
         "buffers",
         "checkpoint",
         "collectives",
         "errors",
         "frameworks",
+        "partition",
+        "shards",
+    },
+    "stepper": {"attachment", "collectives", "partition", "shards", "step"},
+    "backward_stepper": {"collectives", "errors", "shards", "step", "stepper"},
+    "assembly": {
+        "backward_stepper",
+        "clipper",
+        "collectives",
+        "frameworks",
+        "sharding",
+        "shards",
+        "state",
+        "step",
+        "stepper",
+    },
+    "optimizer": {
+        "arguments",
+        "assembly",
+        "attachment",
+        "collectives",
+        "errors",
+        "frameworks",
         "join",
         "param_groups",
-        "partition",
         "sharding",
         "shards",
         "step",
-        "stepper",
     },
     "torch": {"frameworks", "optimizer"},
     "tensorplay": {"frameworks", "optimizer", "overlap", "step"},
     "overlap": {"step"},
-    "ddp_zero_hook": {"overlap", "step", "torch"},
+    "ddp_zero_hook": {"overlap", "torch"},
     "testing": set(),
-    "shardopt": {"errors", "sharding"},
+    "shardopt": {"costs", "errors", "sharding"},
 }
 """Every room, with the rooms whose names it may import when it runs; ``shardopt`` is the package's own ``__init__``."""
 
 MAY_IMPORT_FRAMEWORK = {
     "frameworks/torch.py": {"torch"},
+    "frameworks/sharded_gradient.py": {"torch"},
     "torch.py": {"torch"},
     "ddp_zero_hook.py": {"torch"},
     "frameworks/tensorplay.py": {"tensorplay"},
@@ -75,7 +98,7 @@ LAZY = {("__init__.py", "torch"), ("__init__.py", "shardopt.torch")}
 
 MAX_FILE_LINES = 400
 MAX_CLASS_LINES = 300
-KNOWN_LARGE_CLASSES = {"ShardedOptimizer": 360}
+KNOWN_LARGE_CLASSES = {"ShardedOptimizer": 375}
 """Classes above the bound, with the lines that they may have until they are split."""
 
 
@@ -199,6 +222,16 @@ def test_a_room_imports_only_the_rooms_it_may():
         return [room for room in rooms if room not in allowed]
 
     assert violations(forbidden) == {}
+
+
+def test_every_room_of_the_table_is_there_and_imports_what_it_may():
+    used = {room: set() for room in {room_of(path) for path in FILES}}
+    for path in FILES:
+        ours = [one for one in imports_at_run_time(path) if one.top == "shardopt"]
+        used[room_of(path)] |= {one.module.split(".")[1] for one in ours} - {room_of(path)}
+    assert {room: allowed - used.get(room, set()) for room, allowed in MAY_IMPORT.items()} == {
+        room: set() for room in used
+    }
 
 
 def test_the_table_has_no_circle():
@@ -335,8 +368,8 @@ def test_planning_uses_no_set_and_no_identity():
 
 
 def test_sizes_are_divided_in_the_planning_room_only():
-    """But for ``RankGroup``, which counts peers, and flags, which are packed into ints."""
-    allowed = {"collectives/group.py", "step/flags.py"}
+    """But for groups, which count peers and members, and flags, which are packed into ints."""
+    allowed = {"collectives/grid.py", "collectives/rank_group.py", "step/flags.py"}
 
     def divided(path):
         return [
@@ -347,5 +380,5 @@ def test_sizes_are_divided_in_the_planning_room_only():
             and not isinstance(node.left, ast.Constant)
         ]
 
-    others = [p for p in FILES if room_of(p) != "partition" and label(p) not in allowed]
-    assert violations(divided, others) == {}
+    others = [path for path in FILES if room_of(path) != "partition"]
+    assert set(violations(divided, others)) == allowed

@@ -198,3 +198,50 @@ def test_devices_are_numbered_by_first_appearance():
     params = [torch.zeros(1, device=device) for device in ("meta", "cpu", "meta")]
     specs = read_specs([{"params": params[:2]}, {"params": params[2:]}])
     assert [spec.device for spec in specs] == ["meta#0", "cpu#1", "meta#0"]
+
+
+# --- granularity and cost -------------------------------------------------------------------------
+
+
+def test_parameters_are_whole_unless_their_group_is_by_element():
+    params = make_params()
+    groups = [{"params": params[:1]}, {"params": params[1:]}]
+    assert [spec.is_cut for spec in read_specs(groups)] == [False] * 3
+    specs = read_specs(groups, ["parameter", "element"])
+    assert [spec.is_cut for spec in specs] == [False, True, True]
+
+
+def test_without_a_cost_the_number_of_elements_is_what_counts():
+    specs = read_specs([{"params": make_params()}])
+    assert [(spec.cost, spec.load) for spec in specs] == [(None, 2), (None, 4), (None, 6)]
+
+
+def test_a_cost_is_asked_for_with_all_facts():
+    asked = []
+
+    def cost(spec):
+        asked.append((spec.index, spec.name, spec.shape, spec.group, spec.is_cut, spec.cost))
+        return 1
+
+    one, other = make_params(2)
+    groups = [{"params": [one], "param_names": ["w"]}, {"params": [other]}]
+    read_specs(groups, ["element", "parameter"], cost)
+    assert asked == [(0, "w", (2, 1), 0, True, None), (1, None, (2, 2), 1, False, None)]
+
+
+@pytest.mark.parametrize("cost", [0, 3, 2.5, True], ids=str)
+def test_a_cost_is_a_float_from_0_on(cost):
+    [spec] = read_specs([{"params": make_params(1)}], None, lambda spec: cost)
+    assert (spec.cost, type(spec.cost), spec.load) == (float(cost), float, float(cost))
+
+
+@pytest.mark.parametrize(
+    "cost", [-1, float("nan"), float("inf"), None, "3", torch.tensor(3.0)], ids=str
+)
+def test_a_cost_that_is_no_finite_number_from_0_on_is_refused_with_its_parameter(cost):
+    groups = [{"params": make_params(2), "param_names": ["w", "b"]}]
+    with pytest.raises(ValueError, match="cost") as caught:
+        read_specs(groups, None, lambda spec: cost if spec.index else 1.0)
+    assert str(caught.value) == (
+        f"param 1 'b': cost() returned {cost!r}, expected a finite number from 0 on"
+    )

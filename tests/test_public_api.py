@@ -22,6 +22,7 @@ NAMES = [
     "ShardoptError",
     "StateMismatchError",
     "ZeroRedundancyOptimizer",
+    "newton_schulz_work",
 ]
 
 BUILTIN_KINDS = {
@@ -40,6 +41,11 @@ METHODS = [
     "consolidate_state_dict",
     "state_dict",
     "load_state_dict",
+    "clip_grad_norm_",
+    "no_sync",
+    "attach",
+    "wait",
+    "imbalance",
     "join_hook",
     "join_device",
     "join_process_group",
@@ -80,7 +86,8 @@ def test_every_public_name_can_be_had(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_public_name_has_a_docstring(name):
-    assert vars(getattr(shardopt, name))["__doc__"]
+    public = getattr(shardopt, name)
+    assert public.__doc__ if inspect.isfunction(public) else vars(public)["__doc__"]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -136,11 +143,32 @@ def test_the_constructor_has_the_signature_of_torch_and_one_more_keyword():
     ]
 
 
-def test_sharding_has_three_options():
-    assert parameters(shardopt.Sharding) == [
-        ("granularity", "POSITIONAL_OR_KEYWORD", "parameter"),
-        ("gradients", "POSITIONAL_OR_KEYWORD", False),
-        ("bucket_mb", "POSITIONAL_OR_KEYWORD", 25.0),
+def test_sharding_has_these_options():
+    assert [(name, default) for name, _, default in parameters(shardopt.Sharding)] == [
+        ("granularity", "parameter"),
+        ("gradients", False),
+        ("step_in_backward", False),
+        ("master_dtype", None),
+        ("reduce_dtype", None),
+        ("sum_dtype", None),
+        ("bucket_mb", 25.0),
+        ("elementwise", False),
+        ("cost", None),
+    ]
+
+
+def test_clip_grad_norm_has_the_arguments_of_torch():
+    assert parameters(shardopt.ZeroRedundancyOptimizer.clip_grad_norm_)[1:] == [
+        ("max_norm", "POSITIONAL_OR_KEYWORD", inspect.Parameter.empty),
+        ("norm_type", "POSITIONAL_OR_KEYWORD", 2.0),
+        ("error_if_nonfinite", "POSITIONAL_OR_KEYWORD", False),
+    ]
+
+
+def test_attaching_broadcasts_no_buffers_by_default():
+    assert parameters(shardopt.ZeroRedundancyOptimizer.attach)[1:] == [
+        ("module", "POSITIONAL_OR_KEYWORD", inspect.Parameter.empty),
+        ("broadcast_buffers", "KEYWORD_ONLY", False),
     ]
 
 
@@ -209,6 +237,12 @@ def test_importing_shardopt_imports_no_framework():
 
 ROOMS = [
     "arguments",
+    "assembly",
+    "attachment",
+    "backward_stepper",
+    "clipper",
+    "costs",
+    "state",
     "partition",
     "collectives",
     "buffers",

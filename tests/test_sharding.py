@@ -39,7 +39,8 @@ def test_sharding_is_frozen():
 def test_equal_options_are_equal_and_read_equally():
     assert (Sharding(bucket_mb=2) == Sharding(bucket_mb=2), str(Sharding(bucket_mb=2))) == (
         True,
-        "Sharding(granularity='parameter', gradients=False, bucket_mb=2)",
+        "Sharding(granularity='parameter', gradients=False, step_in_backward=False, master_dtype=None, "
+        "reduce_dtype=None, sum_dtype=None, bucket_mb=2, elementwise=False, cost=None)",
     )
 
 
@@ -54,3 +55,70 @@ def test_another_granularity_is_refused(granularity):
     assert str(caught.value) == (
         f"granularity: expected 'parameter' or 'element', got {granularity!r}"
     )
+
+
+# --- options of gradients -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("step_in_backward", True), ("reduce_dtype", "bfloat16"), ("sum_dtype", "float32")],
+)
+def test_how_gradients_are_reduced_is_nothing_to_say_where_ddp_does_it(option, value):
+    with pytest.raises(ValueError, match=option) as caught:
+        Sharding(**{option: value})
+    assert str(caught.value) == (
+        f"{option}={value} says how gradients are reduced, which DDP does unless gradients=True; "
+        f"set that, or leave {option} out"
+    )
+
+
+def test_everything_can_be_asked_for_together():
+    sharding = Sharding(
+        granularity="element",
+        gradients=True,
+        step_in_backward=True,
+        master_dtype="float32",
+        reduce_dtype="bfloat16",
+        sum_dtype="float32",
+        elementwise=True,
+        cost=len,
+    )
+    assert (sharding.step_in_backward, sharding.cost) == (True, len)
+
+
+def test_master_weights_need_no_sharded_gradients():
+    assert Sharding(master_dtype="float32").gradients is False
+
+
+# --- facts ----------------------------------------------------------------------------------------
+
+
+def test_ranks_compare_every_option_but_the_cost():
+    assert Sharding(bucket_mb=2, cost=len).facts() == (
+        "granularity=parameter, gradients=False, step_in_backward=False, master_dtype=None, reduce_dtype=None, "
+        "sum_dtype=None, bucket_mb=2, elementwise=False"
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"granularity": "element"},
+        {"gradients": True},
+        {"master_dtype": "float32"},
+        {"gradients": True, "reduce_dtype": "bfloat16"},
+        {"gradients": True, "sum_dtype": "float32"},
+        {"gradients": True, "step_in_backward": True},
+        {"bucket_mb": 24.0},
+        {"elementwise": True},
+    ],
+    ids=str,
+)
+def test_facts_differ_where_ranks_must_not(change):
+    rest = {"gradients": True} if len(change) > 1 else {}
+    assert Sharding(**change).facts() != Sharding(**rest).facts()
+
+
+def test_costs_that_are_other_functions_are_no_difference():
+    assert Sharding(cost=lambda spec: 1.0).facts() == Sharding(cost=lambda spec: 1.0).facts()

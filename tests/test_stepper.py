@@ -1,198 +1,55 @@
+"""One step after backward, whatever is sharded."""
+
+import types
+
 import pytest
 import torch
 
-from shardopt import Sharding
 from shardopt.collectives import LoneRank
-from shardopt.errors import RemoteRankError
-from shardopt.frameworks.torch import TORCH
-from shardopt.shards import Shards
-from shardopt.step import EvaluatedClosure, LossScale, copy_options
-from shardopt.stepper import Stepper
+from shardopt.step import EvaluatedClosure
+from tests.stepping import NO_SCALE, POLICIES, REDUCING, Rank, counted
 
-NO_SCALE = LossScale(None, None)
-POLICIES = {
-    "parameter": (Sharding(), False),
-    "views": (Sharding(), True),
-    "element": (Sharding(granularity="element"), True),
-    "gradients": (Sharding(gradients=True), False),
-    "element, gradients": (Sharding(granularity="element", gradients=True), True),
-}
 policies = pytest.mark.parametrize("policy", POLICIES)
+separable = pytest.mark.parametrize("is_separable", [False, True])
+reducing = pytest.mark.parametrize("policy", REDUCING)
+AVERAGED = [policy for policy in POLICIES if policy not in REDUCING]
 
 
-class Local(torch.optim.SGD):
-    """SGD with further methods, which can fail on a rank."""
-
-    fails = False
-
-    def step(self, closure=None):
-        super().step()
-        if self.fails:
-            raise ValueError("odd")
-        return "loss"
-
-    def double(self, factor=2.0):
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.detach().mul_(factor)
-        if self.fails:
-            raise ValueError("odd")
-        return factor
-
-    def rename(self, rate):
-        self.param_groups[0]["lr"] = rate
-
-    def describe(self, word):
-        if self.fails:
-            raise ValueError("odd")
-        return word, self.param_groups[0]["lr"]
-
-
-class Rank:
-    """Two parameters, of 4 and 9 elements, that two ranks share: by parameter rank 0 owns the larger."""
-
-    def __init__(self, group, policy="parameter"):
-        sharding, has_views = POLICIES[policy]
-        self.group = group
-        self.params = [torch.nn.Parameter(torch.ones(n)) for n in (4, 9)]
-        self.groups = [{"params": self.params, "lr": 0.5}]
-        self.shards = Shards(group, TORCH, sharding, has_views=has_views)
-        self.shards.admit(self.groups, self.shards.plan(self.groups, []))
-        self.local = Local(self.shards.local_groups(self.groups), lr=0.5)
-        copy_options(self.local.param_groups, self.groups)
-        self.stepper = Stepper(
-            group,
-            self.shards,
-            self.local,
-            param_groups=lambda: self.groups,
-            reduces_gradients=sharding.gradients,
-        )
-
-    def give_gradients(self, *values):
-        """Equal gradients, so that their average is the same as each of them."""
-        for param, value in zip(self.params, values, strict=True):
-            param.grad = None if value is None else torch.full_like(param, value)
-        return self
-
-    def step(self, *, scale=NO_SCALE, is_joined=False, is_in_join=False):
-        return self.stepper.step(
-            self.local.step, scale=scale, is_in_join=is_in_join, is_joined=is_joined
-        )
-
-    @property
-    def values(self):
-        """The one value of each parameter."""
-        assert all((param == param.detach()[0]).all() for param in self.params)
-        return [param.detach()[0].item() for param in self.params]
-
-
-def gathers(run):
-    return [counts["ints"] + counts["object"] for counts in run.world.num_gathers_by_rank]
-
-
-# --- call: local ----------------------------------------------------------------------------------
-
-
-def counted(group, function):
-    """Result of a function, and how many gathers it took on this rank."""
-    counts = group.world.num_gathers_by_rank[group.rank]
-    before = sum(counts.values())
-    result = function()
-    return result, sum(counts.values()) - before
-
-
-def test_a_method_that_changes_nothing_costs_one_gather(run_threads):
-    def serve(group):
-        rank = Rank(group)
-        return counted(group, lambda: rank.stepper.call(rank.local.describe, word="x"))
-
-    run = run_threads(2, serve)
-    assert (run.results, run.world.messages) == ([(("x", 0.5), 1)] * 2, [])
-
-
-def test_a_method_that_fails_on_one_rank_raises_on_every_rank(run_threads):
-    def serve(group):
-        rank = Rank(group)
-        rank.local.fails = group.rank == 1
-        return rank.stepper.call(rank.local.describe, "x")
-
-    texts = run_threads(2, serve).texts
-    assert texts[1] == "ValueError: odd"
-    assert texts[0].startswith("RemoteRankError: describe() of the local optimizer failed")
-
-
-def test_a_method_sees_the_options_of_the_whole_groups():
-    rank = Rank(LoneRank())
-    rank.groups[0]["lr"] = 0.25
-    assert rank.stepper.call(rank.local.describe, "x") == ("x", 0.25)
-
-
-def test_gradients_make_no_method_exchange_anything(run_threads):
-    def serve(group):
-        rank = Rank(group).give_gradients(1.0, 1.0)
-        return counted(group, lambda: rank.stepper.call(rank.local.describe, "x"))[1]
-
-    run = run_threads(2, serve)
-    assert (run.results, run.world.messages) == ([1, 1], [])
-
-
-# --- call: collective -----------------------------------------------------------------------------
+# --- updates --------------------------------------------------------------------------------------
 
 
 @policies
-def test_parameters_that_a_method_changes_are_exchanged(run_threads, policy):
-    def serve(group):
-        rank = Rank(group, policy)
-        return rank.stepper.call(rank.local.double, 3.0), rank.values
-
-    assert run_threads(2, serve).results == [(3.0, [3.0, 3.0])] * 2
-
-
-def test_options_that_a_method_changes_are_those_of_the_whole_groups(run_threads):
-    def serve(group):
-        rank = Rank(group)
-        _, count = counted(group, lambda: rank.stepper.call(rank.local.rename, 0.125))
-        return rank.groups[0]["lr"], count
-
-    assert run_threads(2, serve).results == [(0.125, 2)] * 2
-
-
-def test_a_method_that_fails_after_it_changed_parameters_stops_every_rank(run_threads):
-    values = [None, None]
-
-    def serve(group):
-        rank = Rank(group)
-        rank.local.fails = group.rank == 1
-        try:
-            rank.stepper.call(rank.local.double)
-        finally:
-            values[group.rank] = rank.values
-
-    assert run_threads(2, serve).texts == [
-        "RemoteRankError: double() of the local optimizer failed on another rank; rank 1: ValueError: odd",
-        "ValueError: odd",
-    ]
-    assert values == [[2.0, 2.0]] * 2
-
-
-# --- step -----------------------------------------------------------------------------------------
-
-
-@policies
+@separable
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_step_updates_every_parameter_on_every_rank(run_threads, policy, world_size):
+def test_a_step_updates_every_parameter_on_every_rank(
+    run_threads, policy, is_separable, world_size
+):
     def serve(group):
-        rank = Rank(group, policy).give_gradients(1.0, 2.0)
-        return rank.step(), rank.values
+        rank = Rank(group, policy, is_separable=is_separable, bucket_mb=1e-9)
+        return rank.give_gradients(1.0, 2.0).step(), rank.values
 
     run = run_threads(world_size, serve)
     assert (run.texts, run.results) == ([""] * world_size, [("loss", [0.5, 0.0])] * world_size)
 
 
 @policies
-def test_a_lone_rank_takes_the_same_step(policy):
-    rank = Rank(LoneRank(), policy).give_gradients(1.0, 2.0)
+@separable
+def test_a_lone_rank_takes_the_same_step(policy, is_separable):
+    rank = Rank(LoneRank(), policy, is_separable=is_separable).give_gradients(1.0, 2.0)
     assert (rank.step(), rank.values) == ("loss", [0.5, 0.0])
+
+
+@reducing
+@separable
+def test_gradients_of_a_backward_are_those_of_the_step(run_threads, policy, is_separable):
+    def serve(group):
+        rank = Rank(group, policy, is_separable=is_separable, bucket_mb=1e-9)
+        rank.backward(1.0 + 2 * group.rank, 2.0).step()
+        rank.backward(1.0, None).step()
+        return rank.values
+
+    run = run_threads(2, serve)
+    assert (run.texts, run.results) == (["", ""], [[-0.5, 0.0]] * 2)
 
 
 @policies
@@ -206,7 +63,19 @@ def test_a_parameter_without_gradient_stays_as_it_is(run_threads, policy):
     assert run_threads(2, serve).results == [[0.5, -0.5]] * 2
 
 
-@pytest.mark.parametrize("policy", ["gradients", "element, gradients"])
+@policies
+@separable
+def test_without_any_gradient_nothing_travels(run_threads, policy, is_separable):
+    def serve(group):
+        rank = Rank(group, policy, is_separable=is_separable)
+        before = len(group.launches)
+        rank.step()
+        return {kind for kind, _ in group.launches[before:]}, rank.values
+
+    assert run_threads(2, serve).results == [({"all_gather_ints"}, [1.0, 1.0])] * 2
+
+
+@reducing
 def test_gradients_of_ranks_are_averaged(run_threads, policy):
     def serve(group):
         rank = Rank(group, policy).give_gradients(1.0 + 2 * group.rank, 2.0)
@@ -216,7 +85,7 @@ def test_gradients_of_ranks_are_averaged(run_threads, policy):
     assert run_threads(2, serve).results == [[0.0, 0.0]] * 2
 
 
-@pytest.mark.parametrize("policy", ["gradients", "element, gradients"])
+@reducing
 def test_reduced_gradients_are_consumed(run_threads, policy):
     def serve(group):
         rank = Rank(group, policy).give_gradients(1.0, 2.0)
@@ -228,7 +97,7 @@ def test_reduced_gradients_are_consumed(run_threads, policy):
         assert gradients == [None] * len(gradients)
 
 
-@pytest.mark.parametrize("policy", ["parameter", "views", "element"])
+@pytest.mark.parametrize("policy", AVERAGED)
 def test_gradients_that_were_averaged_by_others_stay(run_threads, policy):
     def serve(group):
         rank = Rank(group, policy).give_gradients(1.0, 2.0)
@@ -238,7 +107,7 @@ def test_gradients_that_were_averaged_by_others_stay(run_threads, policy):
     assert run_threads(2, serve).results == [[1.0, 2.0]] * 2
 
 
-@pytest.mark.parametrize("policy", ["gradients", "element, gradients"])
+@reducing
 def test_averages_of_an_earlier_step_are_not_used_again(run_threads, policy):
     def serve(group):
         rank = Rank(group, policy).give_gradients(1.0, 2.0)
@@ -249,17 +118,146 @@ def test_averages_of_an_earlier_step_are_not_used_again(run_threads, policy):
     assert run_threads(2, serve).results == [[-1.0, 0.0]] * 2
 
 
-@pytest.mark.parametrize(
-    ("policy", "count"),
-    [("parameter", 2), ("views", 2), ("element", 2), ("gradients", 3), ("element, gradients", 3)],
-)
-def test_a_step_costs_a_few_gathers_of_ints(run_threads, policy, count):
+@policies
+def test_a_step_costs_two_gathers_of_ints(run_threads, policy):
     def serve(group):
         rank = Rank(group, policy).give_gradients(1.0, 2.0)
         return counted(group, rank.step)[1]
 
+    assert run_threads(2, serve).results == [2, 2]
+
+
+@policies
+@separable
+def test_after_a_step_every_parameter_is_there(run_threads, policy, is_separable):
+    def serve(group):
+        rank = Rank(group, policy, is_separable=is_separable, bucket_mb=1e-9)
+        rank.give_gradients(1.0, 2.0).step()
+        group.launches.clear()
+        rank.exchange.drain()
+        return rank.values
+
     run = run_threads(2, serve)
-    assert run.results == [count] * 2
+    assert (run.results, run.num_left_over) == ([[0.5, 0.0]] * 2, 0)
+
+
+@policies
+def test_members_of_a_grid_take_the_same_step(run_grid, policy):
+    def serve(grid):
+        rank = Rank(grid, policy).give_gradients(1.0, 2.0)
+        rank.step()
+        return rank.values
+
+    run = run_grid(2, 2, serve)
+    assert (run.texts, run.results) == ([""] * 4, [[0.5, 0.0]] * 4)
+
+
+# --- parts of a step ------------------------------------------------------------------------------
+
+
+def test_a_separable_optimizer_is_run_bucket_by_bucket():
+    rank = Rank(LoneRank(), numels=(4, 9, 0), is_separable=True, bucket_mb=1e-9)
+    rank.give_gradients(1.0, 2.0, 0.0).step()
+    assert rank.local.stepped == [[(9,)], [(4,), (0,)]]
+
+
+def test_any_other_optimizer_is_run_once():
+    rank = Rank(LoneRank(), numels=(4, 9, 0), bucket_mb=1e-9)
+    rank.give_gradients(1.0, 2.0, 0.0).step()
+    assert rank.local.stepped == [[(4,), (9,), (0,)]]
+
+
+def test_a_rank_without_any_bucket_runs_its_optimizer_once(run_threads):
+    def serve(group):
+        rank = Rank(group, numels=(0,), is_separable=True)
+        rank.step()
+        return rank.local.stepped
+
+    assert run_threads(2, serve).results == [[[(0,)]], [[]]]
+
+
+@reducing
+def test_an_empty_parameter_has_a_gradient_where_any_rank_had_one(run_threads, policy):
+    seen = [None, None]
+
+    def serve(group):
+        rank = Rank(group, policy, numels=(4, 0))
+        rank.give_gradients(1.0, 0.0 if group.rank else None)
+        step = rank.local.step
+
+        def watched():
+            listed = [p for g in rank.local.param_groups for p in g["params"] if not p.numel()]
+            seen[group.rank] = [p.grad is not None for p in listed]
+            return step()
+
+        rank.stepper.step(watched, scale=NO_SCALE, is_in_join=False)
+
+    run = run_threads(2, serve)
+    assert (run.texts, sorted(map(str, seen))) == (["", ""], ["[True]", "[]"])
+
+
+@separable
+def test_param_groups_are_whole_again_after_a_step(is_separable):
+    rank = Rank(LoneRank(), is_separable=is_separable, bucket_mb=1e-9).give_gradients(1.0, 2.0)
+    rank.step()
+    assert [p.numel() for p in rank.local.param_groups[0]["params"]] == [4, 9]
+
+
+def awaited_in_forward(group, *, is_ready):
+    """A rank whose parameters may arrive in the next forward, once that has shown who waits for them."""
+    rank = Rank(group, "views", is_separable=True, numels=(4, 4, 4, 4), bucket_mb=1e-9)
+    rank.stepper.attachments.append(types.SimpleNamespace(is_ready=is_ready))
+    return rank.give_gradients(1.0, 1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(("is_ready", "num_touched"), [(False, 2), (True, 0)])
+def test_parameters_may_travel_on_after_a_step_where_a_forward_waits_for_them(
+    run_threads, is_ready, num_touched
+):
+    def serve(group):
+        rank = awaited_in_forward(group, is_ready=is_ready)
+        before = [param._version for param in rank.params]
+        rank.step()
+        arrived = sum(
+            param._version > version and rank.shards.owners[index] != group.rank
+            for index, (param, version) in enumerate(zip(rank.params, before, strict=True))
+        )
+        rank.exchange.drain()
+        return arrived, rank.values
+
+    run = run_threads(2, serve)
+    assert (run.texts, run.results) == (["", ""], [(num_touched, [0.5] * 4)] * 2)
+
+
+@pytest.mark.parametrize(("is_ready", "order"), [(False, [1, 0]), (True, [0, 1])])
+def test_what_the_next_forward_needs_first_travels_first_where_it_waits(
+    run_threads, is_ready, order
+):
+    def serve(group):
+        rank = awaited_in_forward(group, is_ready=is_ready)
+        launched = []
+        launch = rank.exchange.launch
+        rank.exchange.launch = lambda n, ranks: (launched.append(n), launch(n, ranks))
+        rank.step()
+        rank.exchange.drain()
+        return launched[:2]
+
+    assert run_threads(2, serve).results == [order] * 2
+
+
+def test_parameters_on_their_way_are_waited_for_by_the_next_step(run_threads):
+    def serve(group):
+        rank = awaited_in_forward(group, is_ready=True)
+        for _ in range(3):
+            rank.give_gradients(1.0, 1.0, 1.0, 1.0).step()
+        rank.exchange.drain()
+        return rank.values
+
+    run = run_threads(2, serve)
+    assert (run.results, run.num_left_over) == ([[-0.5] * 4] * 2, 0)
+
+
+# --- options --------------------------------------------------------------------------------------
 
 
 @policies
@@ -286,14 +284,7 @@ def after_replacing_data(policy):
     return result, rank.values
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "parameter",
-        "views",
-        "element",
-    ],
-)
+@pytest.mark.parametrize("policy", AVERAGED)
 def test_taking_a_view_back_is_no_change_between_closure_and_update(policy):
     assert after_replacing_data(policy) == (("loss", "loss"), [2.5, 0.0])
 
@@ -304,234 +295,45 @@ def test_options_that_the_local_optimizer_sets_are_those_of_the_whole_groups():
     assert rank.groups[0]["lr"] == 0.125
 
 
-def test_options_that_differ_stop_every_rank_before_anything_is_updated(run_threads):
-    values = [None, None]
-
-    def serve(group):
-        rank = Rank(group).give_gradients(1.0, 2.0)
-        rank.groups[0]["lr"] += group.rank
-        try:
-            rank.step()
-        finally:
-            values[group.rank] = rank.values
-
-    run = run_threads(2, serve)
-    assert [text.partition(":")[0] for text in run.texts] == ["RankMismatchError"] * 2
-    assert values == [[1.0, 1.0]] * 2
-
-
-@policies
-def test_a_parameter_that_changed_on_one_rank_stops_every_rank(run_threads, policy):
-    def serve(group):
-        rank = Rank(group, policy).give_gradients(1.0, 2.0)
-        if group.rank == 1:
-            rank.params[0].data = torch.ones(4).double()
-        rank.step()
-
-    run = run_threads(2, serve)
-    assert run.texts[0].startswith("RemoteRankError: preparing the step failed on another rank;")
-    assert run.texts[1].startswith("ParameterChangedError: param 0: now (4,) torch.float64")
-
-
-@policies
-def test_a_local_step_that_fails_leaves_equal_replicas_and_raises_on_every_rank(
-    run_threads, policy
-):
-    values = [None, None]
-
-    def serve(group):
-        rank = Rank(group, policy).give_gradients(1.0, 2.0)
-        rank.local.fails = group.rank == 1
-        try:
-            rank.step()
-        finally:
-            values[group.rank] = rank.values
-
-    assert run_threads(2, serve).texts == [
-        "RemoteRankError: the local optimizer's step() failed on another rank; rank 1: ValueError: odd",
-        "ValueError: odd",
-    ]
-    assert values == [[0.5, 0.0]] * 2
-
-
-def skipping_on(rank_with_inf):
-    def serve(group, policy):
-        rank = Rank(group, policy).give_gradients(1.0, 2.0)
-        found = torch.tensor(float(group.rank == rank_with_inf))
-        result = rank.step(scale=LossScale(None, found))
-        return result, rank.values
-
-    return serve
-
-
-@policies
-def test_an_inf_on_one_rank_skips_the_step_on_all(run_threads, policy):
-    run = run_threads(2, lambda group: skipping_on(1)(group, policy))
-    assert run.results == [(None, [1.0, 1.0])] * 2
-
-
-@policies
-def test_after_a_skipped_step_the_next_one_is_taken(run_threads, policy):
-    def serve(group):
-        rank = Rank(group, policy).give_gradients(1.0, 2.0)
-        rank.step(scale=LossScale(None, torch.tensor(1.0)))
-        rank.give_gradients(2.0, 1.0).step()
-        return rank.values
-
-    assert run_threads(2, serve).results == [[0.0, 0.5]] * 2
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "gradients",
-        "element, gradients",
-    ],
-)
-def test_a_skipped_step_drops_all_gradients_or_none(run_threads, policy):
-    def serve(group):
-        rank = Rank(group, policy).give_gradients(1.0, 2.0)
-        rank.step(scale=LossScale(None, torch.tensor(1.0)))
-        return len({param.grad is None for param in rank.params})
-
-    assert run_threads(2, serve).results == [1, 1]
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "parameter",
-        "views",
-        "element",
-        "gradients",
-        "element, gradients",
-    ],
-)
-def test_after_a_local_step_that_failed_the_next_one_is_taken(run_threads, policy):
-    def serve(group):
-        rank = Rank(group, policy).give_gradients(1.0, 2.0)
-        rank.local.fails = group.rank == 1
-        with pytest.raises((ValueError, RemoteRankError)):
-            rank.step()
-        rank.local.fails = False
-        rank.give_gradients(1.0, 2.0).step()
-        return rank.values
-
-    run = run_threads(2, serve)
-    assert (run.texts, run.results) == (["", ""], [[0.0, -1.0]] * 2)
-
-
 # --- ranks without inputs -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["parameter", "views", "element"])
+@pytest.mark.parametrize("policy", AVERAGED)
 @pytest.mark.parametrize("joined", [0, 1])
 def test_a_rank_without_inputs_updates_what_it_owns(run_threads, policy, joined):
     def serve(group):
-        rank = Rank(group, policy)
+        rank = Rank(group, policy, is_in_join=True)
         if group.rank != joined:
             rank.groups[0]["lr"] = 0.25  # what a scheduler did since
             rank.give_gradients(1.0, 2.0)
-        rank.step(is_joined=group.rank == joined, is_in_join=True)
+        rank.step(is_joined=group.rank == joined)
         return rank.values, rank.groups[0]["lr"]
 
     assert run_threads(2, serve).results == [([0.75, 0.5], 0.25)] * 2
 
 
-@pytest.mark.parametrize("policy", ["gradients", "element, gradients"])
+@reducing
 @pytest.mark.parametrize("joined", [0, 1])
+@pytest.mark.parametrize("how", ["give_gradients", "backward"])
 def test_a_rank_without_inputs_counts_as_zeros_where_gradients_are_averaged(
-    run_threads, policy, joined
+    run_threads, policy, joined, how
 ):
     def serve(group):
-        rank = Rank(group, policy).give_gradients(1.0, 2.0)  # those of the joined rank are stale
-        rank.step(is_joined=group.rank == joined, is_in_join=True)
+        rank = Rank(group, policy, is_in_join=True)
+        getattr(rank, how)(1.0, 2.0)  # those of the joined rank are stale
+        rank.step(is_joined=group.rank == joined)
         return rank.values
 
     assert run_threads(2, serve).results == [[0.75, 0.5]] * 2
 
 
-# --- clip_grad_norm -------------------------------------------------------------------------------
-
-
-def clip(rank, max_norm, *, norm_type=2.0, error_if_nonfinite=False):
-    norm = rank.stepper.clip_grad_norm(
-        max_norm, norm_type, TORCH.norm, error_if_nonfinite=error_if_nonfinite
-    )
-    return norm.item()
-
-
-reducing = pytest.mark.parametrize("policy", ["gradients", "element, gradients"])
-
-
-@reducing
-def test_clipped_gradients_are_averages_scaled_to_the_norm(run_threads, policy):
-    """Averages 3 over 4 elements and 0 over 9: the norm is 6, and 1.5 is a quarter of it."""
-
+def test_a_shadow_step_takes_part_without_inputs(run_threads):
     def serve(group):
-        rank = Rank(group, policy).give_gradients(2.0 + 2 * group.rank, 0.0)
-        norm = clip(rank, 1.5)
-        rank.step()
-        return norm, rank.params[0][0].item(), rank.params[1][0].item()
-
-    for norm, first, second in run_threads(2, serve).results:
-        assert (norm, first, second) == (6.0, pytest.approx(1 - 0.5 * 0.75, rel=1e-6), 1.0)
-
-
-@reducing
-def test_gradients_are_reduced_once_by_clipping_and_not_again_by_the_step(run_threads, policy):
-    def serve(group):
-        rank = Rank(group, policy).give_gradients(1.0, 2.0)
-        clip(rank, 1e9)
-        before = len(group.world.messages)
-        group.world.barrier.wait()
-        rank.step()
-        sent = [m for m in group.world.messages[before:] if m.src == group.rank]
-        return rank.values, all(message.dst is None for message in sent)
-
-    assert run_threads(2, serve).results == [([0.5, 0.0], True)] * 2
-
-
-@reducing
-def test_a_norm_that_is_not_finite_raises_on_every_rank_if_asked_to(run_threads, policy):
-    def serve(group):
-        rank = Rank(group, policy).give_gradients(float("inf") if group.rank else 1.0, 2.0)
-        clip(rank, 1.0, error_if_nonfinite=True)
-
-    assert (
-        run_threads(2, serve).texts
-        == [
-            "RuntimeError: the total norm of order 2.0 of the gradients is inf; "
-            "pass error_if_nonfinite=False to clip all the same"
-        ]
-        * 2
-    )
-
-
-@reducing
-def test_a_backward_after_clipping_stops_every_rank(run_threads, policy):
-    def serve(group):
-        rank = Rank(group, policy).give_gradients(1.0, 2.0)
-        clip(rank, 1.0)
-        if group.rank == 1:
-            rank.params[1].grad = torch.ones(9)  # by parameter it belongs to rank 0
-        rank.step()
-
-    run = run_threads(2, serve)
-    assert run.texts[0].startswith("RemoteRankError: preparing the step failed on another rank;")
-    assert run.texts[1] == (
-        "RuntimeError: param 1: a backward added to its gradient after clip_grad_norm_() had reduced all of them; "
-        "call clip_grad_norm_() once, after the last backward before step()"
-    )
-
-
-@reducing
-def test_forgotten_gradients_are_reduced_anew(run_threads, policy):
-    def serve(group):
-        rank = Rank(group, policy).give_gradients(9.0, 9.0)
-        clip(rank, 1.0)
-        rank.stepper.forget_gradients()
-        rank.give_gradients(1.0, 2.0).step()
+        rank = Rank(group, is_in_join=True)
+        if group.rank:
+            rank.stepper.shadow_step()
+        else:
+            rank.give_gradients(1.0, 2.0).step()
         return rank.values
 
     assert run_threads(2, serve).results == [[0.5, 0.0]] * 2

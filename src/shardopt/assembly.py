@@ -39,6 +39,11 @@ class Pieces:
     backward_stepper: BackwardStepper | None
     backward_step: BackwardStep | None
 
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether ``step()`` comes after the update."""
+        return self.backward_stepper is not None or self.backward_step is not None
+
 
 def assemble(
     group: Group,

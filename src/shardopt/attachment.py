@@ -43,30 +43,31 @@ class Attachment:
                 "attach() lets parameters arrive during forward, for which they have to be bucket views; pass "
                 "parameters_as_bucket_view=True, and overlap_with_ddp=False"
             )
-        bucket_of = {id(shards.params[p]): number for p, number in shards.bucket_of.items()}
         self._exchange = exchange
+        self._shards = shards
         self._called: set[int] = set()
         self._waits: dict[int, list[int]] = {}
         self._early: list[int] = []
-        self.is_ready = False
+        self.is_ready: bool
         """Whether a forward has shown which submodules are called."""
-        self._handles = [
-            module.register_forward_pre_hook(outside_of_graphs(self._begin)),
-            module.register_forward_hook(outside_of_graphs(self._end), always_call=True),
-        ]
-        for number, (submodule, params) in enumerate(_holders(module)):
-            buckets = sorted({bucket_of[id(p)] for p in params if id(p) in bucket_of})
-            if buckets:
-                self._waits[number] = buckets
-                hook = outside_of_graphs(self._hook(number))
-                self._handles.append(submodule.register_forward_pre_hook(hook))
+        module.register_forward_pre_hook(outside_of_graphs(self._begin))
+        module.register_forward_hook(outside_of_graphs(self._end), always_call=True)
+        self._holders = [(held, params) for held, params in _holders(module) if params]
+        for number, (submodule, _) in enumerate(self._holders):
+            submodule.register_forward_pre_hook(outside_of_graphs(self._hook(number)))
         for submodule in module.modules():
-            self._handles.append(submodule.register_state_dict_pre_hook(self._drain))
+            submodule.register_state_dict_pre_hook(self._drain)
+        self.read()
 
-    def detach(self) -> None:
-        """Remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
+    def read(self) -> None:
+        """Look up the buckets of parameters, anew after some were added. Everything has to be there."""
+        shards = self._shards
+        bucket_of = {id(shards.params[p]): number for p, number in shards.bucket_of.items()}
+        for number, (_, params) in enumerate(self._holders):
+            known = {bucket_of[id(param)] for param in params if id(param) in bucket_of}
+            self._waits[number] = sorted(known)
+        self._called.clear()
+        self.is_ready = False
 
     def _begin(self, *_: Any) -> None:
         for number in self._early:

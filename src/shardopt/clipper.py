@@ -58,11 +58,13 @@ class Clipper:
             self._param_groups(),
             error=self._find_error(),
             facts=[("max_norm", repr(max_norm)), ("norm_type", repr(norm_type))],
+            extra=intake.words(),
+            on_extra=intake.settle,
         )
         intake.complete()
         norms = self.norms(norm_type, intake.used)
         used = [index for index, is_used in enumerate(intake.used) if is_used]
-        total = self._norm(norms[used], norm_type)
+        total = self._norm(norms[used], norm_type) if used else norms.sum()
         if error_if_nonfinite and not (total - total == 0).item():
             raise RuntimeError(
                 f"the total norm of order {norm_type} of the gradients is {total.item()}; "

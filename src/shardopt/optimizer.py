@@ -80,9 +80,8 @@ class ShardedOptimizer:
         has_views = parameters_as_bucket_view and not overlap_with_ddp
         self.shards = Shards(self._group, self.framework, sharding, has_views=has_views)
         policy = policy_facts(optimizer_class, sharding, **modes)
-        self.shards.admit(
-            self.param_groups, self.shards.plan(self.param_groups, self._granularities, policy)
-        )
+        plan = self.shards.plan(self.param_groups, self._granularities, policy)
+        self.shards.admit(self.param_groups, plan)
         try:
             with raise_together(self._group, doing=f"making the local {name_of(optimizer_class)}"):
                 self.optim = optimizer_class(
@@ -144,6 +143,8 @@ class ShardedOptimizer:
             raise
         copy_options(self.optim.param_groups, self.param_groups)
         self.state = self._pieces.state.live
+        for attachment in self._pieces.stepper.attachments:
+            attachment.read()
         if self._pieces.intake is not None:
             self._pieces.intake.watch()
 
@@ -151,10 +152,6 @@ class ShardedOptimizer:
     def backward_step(self) -> BackwardStep | None:
         """What a hook on DDP drives; None without ``overlap_with_ddp``."""
         return self._pieces.backward_step
-
-    @property
-    def _steps_in_backward(self) -> bool:
-        return self._pieces.backward_stepper is not None or self.backward_step is not None
 
     # --- The step ---------------------------------------------------------------------------------------------
 
@@ -256,7 +253,7 @@ class ShardedOptimizer:
             RuntimeError: As asked for with ``error_if_nonfinite``, on every rank.
             OverlapError: With ``overlap_with_ddp=True``: the update has been made already.
         """
-        if self._steps_in_backward:
+        if self._pieces.steps_in_backward:
             raise OverlapError(MSG_GRADIENTS_CHANGED)
         if self._pieces.intake is None:
             return self.framework.clip_grad_norm(
@@ -381,7 +378,7 @@ class ShardedOptimizer:
         stand_in = stand_last(self, lambda joinable: isinstance(joinable, ShardedOptimizer))
         if stand_in is not self:
             return stand_in.join_hook(**kwargs)
-        if self._steps_in_backward or self._group.num_members > self._group.world_size:
+        if self._pieces.steps_in_backward or self._group.num_members > self._group.world_size:
             raise OverlapError(
                 "Join cannot be combined with steps in backward, or with a grid of ranks; for uneven inputs use "
                 "overlap_with_ddp=False, step_in_backward=False and one process group"

@@ -37,6 +37,9 @@ class StateOfParams(Mapping[Any, Any]):
                 return MappingProxyType({key: self._shaped(v, part) for key, v in entry.items()})
         return MappingProxyType({})
 
+    def __contains__(self, param: object) -> bool:
+        return any(param is other for other in self)
+
     def __iter__(self) -> Iterator[Any]:
         for part in self._shards.parts:
             if self._shards.tensors[part.param] in self._local_optimizer.state:

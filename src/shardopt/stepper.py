@@ -251,10 +251,11 @@ class Stepper:
 
         If it changed parameters or options on any rank, all parameters are exchanged; if it raised on any, all raise.
         """
-        self._exchange.drain()
+        error = self._find_error()
         copy_options(self._param_groups(), self._local_optimizer.param_groups)
         options = option_facts(self._param_groups())
         update = self.start_update()
+        update.error = error
         result = update.run(partial(method, *args, **kwargs))
         for section in self._shards.sections:
             section.write_back()

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardopt.buffers import GradientBucket, StagingPool
 from shardopt.frameworks.torch import TORCH
 from shardopt.param_groups import read_specs
 from shardopt.partition import Bucket, Layout, ParamSpec, plan_element_layout, plan_layout
@@ -103,6 +104,67 @@ def cut_bucket() -> Callable[..., tuple[list[ParamSpec], Bucket]]:
         return specs, bucket
 
     return cut
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """(numel,) the elements of a dense tensor as they lie."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+class CountingPool(StagingPool):
+    """Knows how much of its memory is out."""
+
+    num_out = 0
+
+    def take(self, numel: int, *, like: torch.Tensor) -> torch.Tensor:
+        self.num_out += 1
+        return super().take(numel, like=like)
+
+    def give_back(self, tensor: torch.Tensor) -> None:
+        self.num_out -= 1
+        super().give_back(tensor)
+
+
+@pytest.fixture
+def pool() -> CountingPool:
+    return CountingPool()
+
+
+@pytest.fixture
+def make_gradients(
+    plan_for: Any, cut_bucket: Any, pool: CountingPool
+) -> Callable[..., GradientBucket]:
+    """The gradients of some parameters, of which rank 0 of 2 keeps its part, unless told otherwise."""
+
+    def make(
+        params: Sequence[torch.Tensor],
+        *,
+        granularity: str = "parameter",
+        owners: Sequence[int] | None = None,
+        alignment_nbytes: int = 1,
+        rank: int = 0,
+        num_members: int = 2,
+        wire_dtype: torch.dtype | None = None,
+        sum_dtype: torch.dtype | None = None,
+    ) -> GradientBucket:
+        if granularity == "element":
+            specs, plan = cut_bucket(params, alignment_nbytes=alignment_nbytes)
+        else:
+            specs, layout = plan_for(params, owners=owners, alignment_nbytes=alignment_nbytes)
+            [plan] = layout.buckets
+        return GradientBucket(
+            plan,
+            params,
+            specs,
+            rank=rank,
+            num_members=num_members,
+            wire_dtype=wire_dtype,
+            sum_dtype=sum_dtype,
+            pool=pool,
+            scale_into=TORCH.scale_into,
+        )
+
+    return make
 
 
 @pytest.fixture

@@ -1,16 +1,12 @@
+"""What a bucket of gradients collects, sends and keeps."""
+
 import pytest
 import torch
 
-from shardopt.buffers import GradientBucket, StagingPool
 from tests.buffers.conftest import make_params
 
 ALIGNMENT = 64
 KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
-
-
-@pytest.fixture
-def pool():
-    return StagingPool()
 
 
 @pytest.fixture(params=["parameter", "element"])
@@ -19,16 +15,11 @@ def granularity(request):
 
 
 @pytest.fixture
-def make_bucket(plan_for, cut_bucket, pool, copy_all):
-    """The gradients of some parameters, of which rank 0 of 2 keeps its part, unless told otherwise."""
+def make_bucket(make_gradients):
+    """The gradients of some parameters, aligned unless told otherwise."""
 
-    def make(params, *, granularity="parameter", rank=0, alignment_nbytes=ALIGNMENT, owners=None):
-        if granularity == "element":
-            specs, plan = cut_bucket(params, alignment_nbytes=alignment_nbytes)
-        else:
-            specs, layout = plan_for(params, owners=owners, alignment_nbytes=alignment_nbytes)
-            [plan] = layout.buckets
-        return GradientBucket(plan, params, specs, rank=rank, pool=pool, copy_all=copy_all)
+    def make(params, *, alignment_nbytes=ALIGNMENT, **options):
+        return make_gradients(params, alignment_nbytes=alignment_nbytes, **options)
 
     return make
 
@@ -44,41 +35,48 @@ def trained(dtype=torch.float32, *, without=()):
     return params
 
 
+def filled(bucket, params):
+    """A bucket that has taken in the gradients that there are."""
+    for index, param in enumerate(params):
+        if param.grad is not None:
+            bucket.add(index, param.grad)
+    return bucket
+
+
+def memory_of(parts):
+    """What travels as one tensor, which starts with the first part and ends with the last."""
+    first = next(part for part in parts if part.numel())
+    last = parts[-1].storage_offset() + parts[-1].numel()
+    start = first.storage_offset()
+    return first.as_strided((last - start,), (1,), start)
+
+
 def view_of(memory, bucket, params, index):
-    """Where a gradient lies in packed memory, in the shape and strides that its parameter has in a flat bucket."""
+    """Where a gradient lies in what travels, in the shape and strides that its parameter has in a flat bucket."""
     place = bucket.plan.places[index]
     param = params[index]
     stride = param.stride() if index != 4 else torch.empty(param.shape).stride()
     return memory.as_strided(param.shape, stride, memory.storage_offset() + place.start)
 
 
-def padding_of(bucket):
-    """The elements of a bucket that belong to no parameter."""
-    covered = {e for place in bucket.plan.places.values() for e in range(place.start, place.stop)}
-    return sorted(set(range(bucket.plan.numel)) - covered)
-
-
-ALL = [True] * 6
-
-
-# --- pack -----------------------------------------------------------------------------------------
+# --- what travels ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_packed_gradients_are_scaled_and_lie_as_their_parameters(
+def test_gradients_travel_scaled_and_lie_as_their_parameters(
     make_bucket, granularity, dtype, assert_equal
 ):
     params = trained(dtype)
-    bucket = make_bucket(params, granularity=granularity)
-    memory = bucket.pack(ALL, scale=0.5)
+    bucket = filled(make_bucket(params, granularity=granularity), params)
+    memory = memory_of(bucket.seal())
     for index, param in enumerate(params):
         assert_equal(view_of(memory, bucket, params, index), param.grad * 0.5)
 
 
 def test_scaling_rounds_once_in_the_dtype_of_the_gradients(make_bucket, assert_equal):
     params = trained(torch.bfloat16)
-    bucket = make_bucket(params)
-    memory = bucket.pack(ALL, scale=1 / 3)
+    bucket = filled(make_bucket(params, num_members=3), params)
+    memory = memory_of(bucket.seal())
     assert_equal(view_of(memory, bucket, params, 0), params[0].grad.clone().mul_(1 / 3))
 
 
@@ -86,55 +84,46 @@ def test_scaling_rounds_once_in_the_dtype_of_the_gradients(make_bucket, assert_e
 def test_a_parameter_without_gradient_gives_zeros(make_bucket, granularity, alignment_nbytes):
     params = trained(without=(0, 2))
     bucket = make_bucket(params, granularity=granularity, alignment_nbytes=alignment_nbytes)
-    bucket.release(bucket.pack(ALL, scale=1.0).fill_(7.0))
-    memory = bucket.pack([param.grad is not None for param in params], scale=1.0)
+    memory_of(bucket.seal()).fill_(7.0)
+    bucket.take_memory()()
+    memory = memory_of(filled(bucket, params).seal())
     found = [view_of(memory, bucket, params, i).ne(0).all().item() for i in range(6)]
     assert found == [False, True, False, True, True, True]
     assert not view_of(memory, bucket, params, 0).any()
 
 
-def test_a_gradient_that_does_not_count_gives_zeros(make_bucket, granularity):
-    params = trained()
+def test_without_any_gradient_zeros_travel(make_bucket, granularity):
+    params = trained(without=range(6))
     bucket = make_bucket(params, granularity=granularity)
-    bucket.release(bucket.pack(ALL, scale=1.0).fill_(7.0))
-    memory = bucket.pack([False] * 6, scale=1.0)
-    assert not memory[: bucket.plan.numel].any()
+    memory_of(bucket.seal()).fill_(7.0)
+    bucket.take_memory()()
+    memory = memory_of(bucket.seal())
+    assert not any(view_of(memory, bucket, params, index).any() for index in range(6))
 
 
-def test_a_gradient_counts_by_the_index_of_its_parameter(make_bucket):
+def test_a_gradient_taken_in_twice_is_added_up(make_bucket, granularity, assert_equal):
     params = trained()
-    bucket = make_bucket(params)
-    present = [True, False, True, True, True, True]
-    memory = bucket.pack(present, scale=1.0)
-    found = [view_of(memory, bucket, params, i).ne(0).all().item() for i in range(6)]
-    assert found == present
+    bucket = filled(filled(make_bucket(params, granularity=granularity), params), params)
+    memory = memory_of(bucket.seal())
+    for index, param in enumerate(params):
+        expected = (param.grad * 0.5).add(param.grad, alpha=0.5)
+        assert_equal(view_of(memory, bucket, params, index), expected)
 
 
-def test_padding_is_zero_whatever_the_memory_held(make_bucket, granularity):
-    params = trained()
-    bucket = make_bucket(params, granularity=granularity)
-    bucket.release(bucket.pack(ALL, scale=1.0).fill_(float("nan")))
-    memory = bucket.pack(ALL, scale=1.0)
-    padding = padding_of(bucket)
-    assert (len(padding) > 0, memory[padding].tolist()) == (True, [0.0] * len(padding))
-
-
-def test_packing_leaves_the_gradients_alone(make_bucket, assert_equal):
+def test_gradients_of_several_parameters_are_left_alone(make_bucket, assert_equal):
     params = trained()
     before = [param.grad.clone() for param in params]
-    make_bucket(params).pack(ALL, scale=0.5)
+    filled(make_bucket(params), params).seal()
     for param, expected in zip(params, before, strict=True):
         assert_equal(param.grad, expected)
 
 
-def test_gradients_of_other_strides_than_their_parameter_are_packed_alike(
-    make_bucket, assert_equal
-):
+def test_gradients_of_other_strides_than_their_parameter_travel_alike(make_bucket, assert_equal):
     params = trained()
     params[2].grad = params[2].grad.contiguous()
     params[3].grad = torch.tensor(3.0).expand(6, 4)
-    bucket = make_bucket(params)
-    memory = bucket.pack(ALL, scale=1.0)
+    bucket = filled(make_bucket(params, num_members=1), params)
+    memory = memory_of(bucket.seal())
     for index in (2, 3):
         assert_equal(view_of(memory, bucket, params, index), params[index].grad)
 
@@ -144,83 +133,176 @@ def test_channels_last_gradients_travel_in_memory_order(make_bucket):
         torch.zeros(1, 2, 1, 2).contiguous(memory_format=torch.channels_last)
     )
     param.grad = torch.arange(4.0).view(1, 2, 1, 2)  # by channel: 0 1 | 2 3
-    memory = make_bucket([param], owners=[0]).pack([True], scale=1.0)
-    assert memory[:4].tolist() == [0.0, 2.0, 1.0, 3.0]
+    bucket = filled(make_bucket([param], owners=[0], num_members=1), [param])
+    assert bucket.seal()[0].tolist() == [0.0, 2.0, 1.0, 3.0]
 
 
-def test_gradients_that_are_part_of_a_graph_are_packed_without_it(make_bucket):
-    param = torch.nn.Parameter(torch.ones(3))
-    param.grad = (torch.ones(3, requires_grad=True) * 2).requires_grad_()
-    memory = make_bucket([param], owners=[0]).pack([True], scale=1.0)
-    assert (memory.requires_grad, memory[:3].tolist()) == (False, [2.0] * 3)
-
-
-# --- parts, scratch, release ----------------------------------------------------------------------
-
-
-def test_parts_are_the_sections_of_the_packed_memory(make_bucket, granularity):
-    params = trained()
-    bucket = make_bucket(params, granularity=granularity)
-    memory = bucket.pack(ALL, scale=1.0)
-    parts = bucket.parts(memory)
-    assert [(p.data_ptr(), p.shape) for p in parts] == [
-        (memory[s.start :].data_ptr(), (s.numel,)) for s in bucket.plan.sections
-    ]
+@pytest.mark.parametrize("num_params", [1, 2])
+def test_gradients_that_are_part_of_a_graph_travel_without_it(make_bucket, num_params):
+    """As ``backward(create_graph=True)`` makes them, which runs hooks with gradients enabled."""
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(num_params)]
+    bucket = make_bucket(params, owners=[0] * num_params, num_members=3)
+    for index in range(num_params):
+        bucket.add(index, torch.ones(3, requires_grad=True) * 3)
+        bucket.add(index, torch.ones(3, requires_grad=True) * 6)
+    part = bucket.seal()[0]
+    assert (part.requires_grad, part[:3].tolist()) == (False, [3.0] * 3)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_shard_is_as_large_as_the_section_of_its_rank(make_bucket, granularity, rank):
-    bucket = make_bucket(trained(), granularity=granularity, rank=rank)
-    assert bucket.shard.shape == (bucket.plan.sections[rank].numel,)
+def test_what_travels_is_a_part_for_each_rank(make_bucket, granularity, rank):
+    params = trained()
+    bucket = filled(make_bucket(params, granularity=granularity, rank=rank), params)
+    parts = bucket.seal()
+    assert [part.shape for part in parts] == [(s.numel,) for s in bucket.plan.sections]
+    assert bucket.shard.shape == parts[rank].shape
 
 
-def test_scratch_holds_the_parts_of_all_other_ranks(make_bucket):
-    bucket = make_bucket(trained())
-    assert bucket.scratch(4).numel() >= 3 * bucket.shard.numel()
+def test_parts_lie_as_sections_do(make_bucket, granularity):
+    params = trained()
+    bucket = filled(make_bucket(params, granularity=granularity), params)
+    starts = [part.storage_offset() for part in bucket.seal()]
+    assert [s - starts[0] for s in starts] == [section.start for section in bucket.plan.sections]
 
 
-def test_scratch_is_not_the_packed_memory(make_bucket):
-    bucket = make_bucket(trained())
-    memory = bucket.pack(ALL, scale=1.0)
-    assert bucket.scratch(2).data_ptr() != memory.data_ptr()
-
-
-def test_a_lone_rank_needs_no_scratch(make_bucket):
-    assert make_bucket(trained()).scratch(1) is None
-
-
-def test_a_rank_that_owns_nothing_still_has_scratch(make_bucket):
-    bucket = make_bucket(trained(), owners=[0] * 6, rank=1)
-    assert (bucket.shard.numel(), bucket.scratch(2) is None) == (0, False)
+# --- staging memory -------------------------------------------------------------------------------
 
 
 def test_staging_memory_is_used_again_once_released(make_bucket, pool):
-    bucket = make_bucket(trained())
+    params = trained()
+    bucket = make_bucket(params)
     held = []
     for _ in range(3):
-        memory, scratch = bucket.pack(ALL, scale=1.0), bucket.scratch(2)
-        bucket.release(memory, scratch)
+        filled(bucket, params).seal()
+        release = bucket.take_memory()
+        _, release_scratch = bucket.scratch(1, bucket.shard.numel())
+        release()
+        release_scratch()
         held.append(pool.nbytes)
-    assert held == [2 * bucket.plan.numel * 4] * 3
+    assert (held, pool.num_out) == ([2 * bucket.plan.numel * 4] * 3, 0)
+
+
+def test_what_is_collected_next_does_not_lie_where_the_last_still_travels(make_bucket):
+    params = trained()
+    bucket = filled(make_bucket(params), params)
+    travelling = memory_of(bucket.seal())
+    before = travelling.clone()
+    release = bucket.take_memory()
+    memory_of(filled(filled(bucket, params), params).seal())
+    assert torch.equal(travelling, before)
+    release()
+
+
+def test_a_bucket_follows_its_staging_memory(make_bucket, assert_equal):
+    """Views of it are kept, and the pool may lend other memory."""
+    params = trained()
+    bucket = filled(make_bucket(params), params)
+    bucket.seal()
+    releases = [bucket.take_memory()]
+    for num_times in (1, 2):
+        memory = memory_of(filled(bucket, params).seal())
+        for index, param in enumerate(params):
+            assert_equal(view_of(memory, bucket, params, index), param.grad * 0.5)
+        releases.append(bucket.take_memory())
+        releases[num_times - 1]()
 
 
 def test_nothing_is_released_where_nothing_was_taken(make_bucket, pool):
-    make_bucket(trained()).release(None)
-    assert pool.nbytes == 0
+    make_bucket(trained()).take_memory()()
+    assert (pool.nbytes, pool.num_out) == (0, 0)
 
 
-def test_packed_memory_of_several_buckets_is_as_large_as_the_largest(make_bucket):
-    small = make_bucket([torch.nn.Parameter(torch.ones(2))], owners=[0])
-    large = make_bucket([torch.nn.Parameter(torch.ones(90))], owners=[0])
-    memory = small.pack([False], scale=1.0)
-    small.release(memory)
-    assert large.pack([False], scale=1.0) is memory
+def test_staging_memory_of_several_buckets_is_as_large_as_the_largest(make_bucket, pool):
+    small = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    large = [torch.nn.Parameter(torch.ones(45)) for _ in range(2)]
+    buckets = [
+        make_bucket(params, owners=[0, 0], alignment_nbytes=1) for params in (small, large, small)
+    ]
+    for bucket in buckets:
+        bucket.seal()
+        bucket.take_memory()()
+    assert pool.nbytes == 90 * 4
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_scratch_is_as_many_tensors_as_asked_for_that_do_not_overlap(make_bucket, pool, num):
+    bucket = make_bucket(trained())
+    tensors, release = bucket.scratch(num, 5)
+    for value, tensor in enumerate(tensors):
+        tensor.fill_(value)
+    assert [tensor.tolist() for tensor in tensors] == [[float(v)] * 5 for v in range(num)]
+    release()
+    assert pool.num_out == 0
+
+
+def test_scratch_is_not_the_memory_that_travels(make_bucket):
+    bucket = make_bucket(trained())
+    memory = memory_of(bucket.seal())
+    [scratch], _ = bucket.scratch(1, 5)
+    assert scratch.untyped_storage().data_ptr() != memory.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(("num", "numel"), [(0, 5), (2, 0)])
+def test_no_memory_is_taken_for_no_scratch(make_bucket, pool, num, numel):
+    tensors, release = make_bucket(trained()).scratch(num, numel)
+    assert ([tensor.numel() for tensor in tensors], pool.num_out) == ([0] * num, 0)
+    release()
+
+
+@pytest.mark.parametrize(("wire_dtype", "itemsize"), [(None, 4), (torch.bfloat16, 2)], ids=str)
+def test_bytes_held_while_it_travels_are_those_of_the_wire(make_bucket, wire_dtype, itemsize):
+    bucket = make_bucket(trained(), wire_dtype=wire_dtype)
+    assert bucket.nbytes == bucket.plan.numel * itemsize
+
+
+# --- other dtypes on the wire and in the sum ------------------------------------------------------
+
+
+def test_gradients_travel_in_the_dtype_of_the_wire(make_bucket, granularity, assert_equal):
+    params = trained()
+    bucket = make_bucket(params, granularity=granularity, wire_dtype=torch.bfloat16)
+    memory = memory_of(filled(bucket, params).seal())
+    for index, param in enumerate(params):
+        expected = (param.grad * 0.5).bfloat16()
+        assert_equal(view_of(memory, bucket, params, index), expected)
+
+
+def test_gradients_are_scaled_before_they_are_rounded_to_the_wire(make_bucket):
+    param = torch.nn.Parameter(torch.zeros(2))
+    others = [param, torch.nn.Parameter(torch.zeros(2))]
+    bucket = make_bucket(others, owners=[0, 0], num_members=3, wire_dtype=torch.float16)
+    bucket.add(0, torch.tensor([90000.0, 3.0]))  # above the largest float16, 65504
+    assert bucket.seal()[0][:2].tolist() == [30000.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("wire_dtype", "sum_dtype", "kept", "casts"),
+    [
+        (None, None, torch.float32, False),
+        (torch.bfloat16, None, torch.bfloat16, False),
+        (torch.bfloat16, torch.float32, torch.float32, True),
+        (None, torch.float64, torch.float64, True),
+        (None, torch.float32, torch.float32, False),
+    ],
+    ids=str,
+)
+def test_sums_are_kept_in_their_own_dtype_or_that_of_the_wire(
+    make_bucket, wire_dtype, sum_dtype, kept, casts
+):
+    bucket = make_bucket(trained(), wire_dtype=wire_dtype, sum_dtype=sum_dtype)
+    assert (bucket.shard.dtype, bucket.casts) == (kept, casts)
+
+
+def test_scratch_is_of_the_dtype_of_the_wire(make_bucket):
+    bucket = make_bucket(trained(), wire_dtype=torch.bfloat16, sum_dtype=torch.float32)
+    tensors, _ = bucket.scratch(2, 5)
+    assert [tensor.dtype for tensor in tensors] == [torch.bfloat16] * 2
 
 
 # --- reduced --------------------------------------------------------------------------------------
 
 
-def filled(bucket, rank):
+def numbered(bucket, rank):
     """Put where each element of the bucket lies into the shard."""
     section = bucket.plan.sections[rank]
     bucket.shard.copy_(torch.arange(section.start, section.stop))
@@ -231,7 +313,7 @@ def filled(bucket, rank):
 def test_reduced_whole_gradients_are_views_of_the_shard(make_bucket, rank):
     params = trained()
     bucket = make_bucket(params, rank=rank)
-    section = filled(bucket, rank)
+    section = numbered(bucket, rank)
     flat = torch.arange(float(bucket.plan.numel))
     for slot in section.slots:
         gradient = bucket.reduced(slot.param, is_whole=True)
@@ -243,7 +325,7 @@ def test_reduced_whole_gradients_are_views_of_the_shard(make_bucket, rank):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_reduced_parts_are_flat_views_of_the_shard(make_bucket, rank):
     bucket = make_bucket(trained(), granularity="element", rank=rank)
-    section = filled(bucket, rank)
+    section = numbered(bucket, rank)
     for slot in section.slots:
         gradient = bucket.reduced(slot.param, is_whole=False)
         assert gradient.tolist() == list(range(slot.start, slot.stop))
@@ -275,6 +357,10 @@ def test_reduced_gradients_can_be_set_on_their_parameters(make_bucket, dtype):
 
 def test_a_shard_like_trained_parameters_is_not_trained(make_bucket):
     assert not make_bucket(trained()).shard.requires_grad
+
+
+def test_a_shard_is_zero_before_anything_is_reduced(make_bucket):
+    assert not make_bucket(trained()).shard.any()
 
 
 def test_only_what_this_rank_owns_can_be_asked_for(make_bucket):

@@ -4,12 +4,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardopt.buffers import StagedBucket, StagingPool
-
-
-@pytest.fixture
-def pool():
-    return StagingPool()
+from shardopt.buffers import StagedBucket
 
 
 @pytest.fixture
@@ -163,6 +158,13 @@ def test_a_staged_bucket_has_nothing_to_reattach_or_restore(make_bucket, method)
     before = param.data_ptr()
     getattr(bucket, method)()
     assert param.data_ptr() == before
+
+
+def test_no_parameter_of_a_staged_bucket_counts_as_moved(make_bucket):
+    param = torch.nn.Parameter(torch.ones(3))
+    bucket = make_bucket([param], owners=[0])
+    param.data = torch.zeros(3)
+    assert bucket.reattach() == []
 
 
 def test_a_parameter_that_moved_to_other_memory_is_followed(make_bucket):

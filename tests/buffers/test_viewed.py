@@ -194,6 +194,21 @@ def test_reattach_writes_nothing_where_nothing_was_replaced(make_bucket):
     assert [param._version for param in params] == before
 
 
+@pytest.mark.parametrize("moved", [[], [0], [1], [0, 1]], ids=str)
+def test_reattach_names_the_parameters_that_had_moved(make_bucket, moved):
+    params = trained((2, 3), (4,))
+    bucket = make_bucket(params)
+    for index in moved:
+        params[index].data = params[index].detach().clone()
+    assert bucket.reattach() == moved
+
+
+def test_what_was_taken_back_has_not_moved_again(make_bucket):
+    bucket, _, _ = replaced(make_bucket)
+    bucket.reattach()
+    assert bucket.reattach() == []
+
+
 # --- restore --------------------------------------------------------------------------------------
 
 
@@ -262,20 +277,22 @@ def test_parameters_of_a_cut_bucket_keep_values_and_strides(make_cut_bucket, par
     assert [param.stride() for param in params] == strides
 
 
-def test_flat_parts_are_the_memory_of_their_parameters(make_cut_bucket, params):
+def test_flat_ranges_are_the_memory_of_their_parameters(make_cut_bucket, params):
     bucket = make_cut_bucket(params)
     for section in bucket.plan.sections:
         for slot in section.slots:
-            flat, memory = bucket.flat_part(slot), in_memory_order(params[slot.param])
+            flat = bucket.flat_range(slot.start, slot.numel)
+            memory = in_memory_order(params[slot.param])
             part = memory[slot.offset : slot.offset + slot.numel]
             assert (flat.data_ptr(), flat.shape) == (part.data_ptr(), part.shape)
 
 
-def test_flat_parts_of_all_ranks_make_up_the_parameters(make_cut_bucket, params, assert_equal):
+def test_flat_ranges_of_all_ranks_make_up_the_parameters(make_cut_bucket, params, assert_equal):
     bucket = make_cut_bucket(params)
     slots = [slot for section in bucket.plan.sections for slot in section.slots]
     for index, param in enumerate(params):
-        flats = [bucket.flat_part(slot) for slot in slots if slot.param == index]
+        mine = [slot for slot in slots if slot.param == index]
+        flats = [bucket.flat_range(slot.start, slot.numel) for slot in mine]
         assert_equal(torch.cat(flats), in_memory_order(param))
 
 
@@ -293,6 +310,15 @@ def test_what_arrives_in_a_cut_section_is_in_the_parameters(make_cut_bucket):
         zeros.get(0, []),
         zeros.get(1, []),
     ]
+
+
+def test_a_flat_range_of_a_section_is_what_travels(make_cut_bucket, params, assert_equal):
+    bucket = make_cut_bucket(params)
+    for section in bucket.plan.sections:
+        if section.numel:
+            sent = bucket.open([section.rank]).outgoing(section.rank)
+            flat = bucket.flat_range(section.start, section.numel)
+            assert (flat.data_ptr(), flat.shape) == (sent.data_ptr(), sent.shape)
 
 
 # --- view_slot ------------------------------------------------------------------------------------

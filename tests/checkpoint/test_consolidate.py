@@ -230,7 +230,7 @@ def test_each_dtype_travels_by_itself(run_threads):
 def test_one_object_is_gathered_and_it_holds_no_tensor(run_threads):
     run = run_threads(3, gather(adam_states()))
     gathered = []
-    map_tensors(run.world.table, gathered.append, torch.is_tensor)
+    map_tensors(run.world.gathered_values, gathered.append, torch.is_tensor)
     assert gathered == []
     assert run.world.num_gathers_by_rank == [{"ints": 0, "object": 1}] * 3
 

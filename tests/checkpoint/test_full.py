@@ -7,7 +7,7 @@ from shardopt.checkpoint import collect_full, load_full, require_target
 from shardopt.errors import StateMismatchError
 from shardopt.frameworks.torch import empty_on_cpu
 from shardopt.param_groups import read_specs
-from shardopt.partition import whole_parts
+from shardopt.partition import Part
 
 OWNERS = [1, 0, 1]
 
@@ -57,7 +57,7 @@ class Rank:
             for local, g in zip(self.optimizer.param_groups, whole, strict=True)
         ]
         self.specs = read_specs(self.param_groups)
-        self.parts = whole_parts(self.specs, OWNERS, group.rank)
+        self.parts = [Part(i, 0, self.specs[i].numel, True) for i in self.owned]
         for _ in range(num_steps):
             self.optimizer.step()
 
@@ -68,6 +68,7 @@ class Rank:
             self.optimizer,
             parts=self.parts,
             specs=self.specs,
+            masters={},
             param_groups=self.param_groups,
             to=to,
             chunk_nbytes=16,
@@ -82,6 +83,7 @@ class Rank:
             state_dict,
             parts=self.parts,
             specs=self.specs,
+            masters={},
             param_groups=self.param_groups,
             is_tensor=torch.is_tensor,
         )

@@ -11,7 +11,7 @@ from shardopt.checkpoint import collect_full, load_full, local_part, renumber, r
 from shardopt.checkpoint.state_dict import assemble, in_memory_order, shaped_like
 from shardopt.frameworks.torch import empty_on_cpu
 from shardopt.param_groups import read_specs
-from shardopt.partition import Part, element_parts, plan_element_layout
+from shardopt.partition import Part, parts_of, plan_element_layout
 
 KINDS = {
     "flat": lambda: torch.zeros(11),
@@ -38,7 +38,8 @@ def parts_by_rank(specs, world_size, *, alignment_nbytes=1, bucket_nbytes=2**20)
         bucket_nbytes=bucket_nbytes,
         alignment_nbytes=alignment_nbytes,
     )
-    return [element_parts(specs, layout, rank) for rank in range(world_size)]
+    owners = [0] * len(specs)
+    return [parts_of(specs, owners, layout.buckets, rank) for rank in range(world_size)]
 
 
 def moment_like(param, *, seed):
@@ -297,6 +298,7 @@ class Rank:
             full,
             parts=self.parts,
             specs=self.specs,
+            masters={},
             param_groups=self.param_groups,
             is_tensor=torch.is_tensor,
         )
@@ -309,6 +311,7 @@ class Rank:
             self.optimizer,
             parts=self.parts,
             specs=self.specs,
+            masters={},
             param_groups=self.param_groups,
             to=to,
             chunk_nbytes=16,

@@ -215,3 +215,20 @@ def test_an_interrupt_in_a_launch_finishes_what_is_in_flight():
     with pytest.raises(KeyboardInterrupt):
         window.launch(interrupted)
     assert operations.finished() == [0, 1]
+
+
+@given(counts.filter(bool), st.integers(0, 8))
+def test_finishing_the_oldest_finishes_one_operation_at_a_time_in_order(count, num_finished):
+    operations, window = Operations(count), Window(depth=9)
+    launch_all(window, operations)
+    for _ in range(min(num_finished, count)):
+        window.finish_oldest()
+    assert operations.finished() == [*range(min(num_finished, count))]
+
+
+def test_an_oldest_operation_that_fails_finishes_all_others():
+    operations, window = Operations(4, bad_finishes={0, 2}), Window(depth=4)
+    launch_all(window, operations)
+    with pytest.raises(RuntimeError, match="finish 0"):
+        window.finish_oldest()
+    assert operations.finished() == [0, 1, 2, 3]

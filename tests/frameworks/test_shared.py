@@ -4,8 +4,15 @@ import types
 import pytest
 import torch
 
-from shardopt.collectives import LoneRank, RankGroup
-from shardopt.frameworks.shared import ELEMENTWISE, find_group, fire_step_hooks, is_elementwise
+from shardopt.collectives import LoneRank, RankGrid, RankGroup
+from shardopt.frameworks.shared import (
+    ELEMENTWISE,
+    SEPARABLE,
+    find_group,
+    fire_step_hooks,
+    is_elementwise,
+    is_separable,
+)
 
 
 class ProcessGroup:
@@ -23,8 +30,8 @@ class Mesh:
         self.ndim = ndim
         self._group = group
 
-    def get_group(self):
-        return self._group
+    def get_group(self, dim=None):
+        return self._group if dim is None else self._group[dim]
 
 
 def make_distributed(world=None):
@@ -107,12 +114,47 @@ def test_a_mesh_of_one_dimension_shares_the_work(find):
     assert find(Mesh(1, group)).process_group is group
 
 
-def test_a_mesh_of_several_dimensions_is_refused_with_the_way_out(find):
+def test_a_mesh_of_two_dimensions_shards_along_the_second_and_replicates_along_the_first(find):
+    replicas, shards = ProcessGroup(2, rank=1), ProcessGroup(3, rank=2)
+    found = find(Mesh(2, [replicas, shards]))
+    assert (type(found), found.world_size, found.num_members) == (RankGrid, 3, 6)
+    assert (found.rank, found.process_group is shards, found.is_first_replica) == (2, True, False)
+
+
+def test_a_pair_of_groups_is_one_that_shards_and_one_that_replicates(find):
+    shards, replicas = ProcessGroup(3, rank=2), ProcessGroup(2, rank=0)
+    found = find((shards, replicas))
+    assert (type(found), found.world_size, found.num_members) == (RankGrid, 3, 6)
+    assert (found.rank, found.process_group is shards, found.is_first_replica) == (2, True, True)
+
+
+@pytest.mark.parametrize(("num_columns", "num_rows"), [(1, 3), (3, 1), (1, 1)])
+def test_a_grid_may_be_one_rank_wide_or_high(find, num_columns, num_rows):
+    found = find((ProcessGroup(num_columns), ProcessGroup(num_rows)))
+    assert (found.world_size, found.num_members) == (num_columns, num_columns * num_rows)
+
+
+def test_a_mesh_of_more_dimensions_is_refused_with_the_way_out(find):
     with pytest.raises(ValueError, match="DeviceMesh") as caught:
-        find(Mesh(2, ProcessGroup()))
+        find(Mesh(3, ProcessGroup()))
     assert str(caught.value) == (
-        "process_group is a DeviceMesh of 2 dimensions, expected 1; pass one dimension of it, e.g. mesh['data']"
+        "process_group is a DeviceMesh of 3 dimensions, expected 1, or 2 to shard along the second and "
+        "replicate along the first; pass one or two dimensions of it, e.g. mesh['data']"
     )
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_process_has_to_be_a_member_of_both_groups_of_a_grid(find, place):
+    pair = [ProcessGroup(), ProcessGroup()]
+    pair[place] = ProcessGroup(rank=-1)
+    with pytest.raises(ValueError, match="is no member of it"):
+        find(tuple(pair))
+
+
+@pytest.mark.parametrize("pair", [(ProcessGroup(), "data"), (1, ProcessGroup())], ids=str)
+def test_a_pair_of_something_else_is_a_type_error(find, pair):
+    with pytest.raises(TypeError, match="expected a ProcessGroup, a DeviceMesh, a pair of groups"):
+        find(pair)
 
 
 @pytest.mark.parametrize("group", [ProcessGroup(rank=-1), -100], ids=["group", "non-member"])
@@ -129,7 +171,8 @@ def test_something_else_is_a_type_error(find):
     with pytest.raises(TypeError) as caught:
         find("data")
     assert str(caught.value) == (
-        "process_group: expected a ProcessGroup, a 1-D DeviceMesh or None, got str"
+        "process_group: expected a ProcessGroup, a DeviceMesh, a pair of groups (that shards, that replicates) or None, "
+        "got str"
     )
 
 
@@ -203,3 +246,49 @@ def test_a_subclass_or_a_maker_of_a_known_optimizer_may_do_other_things():
 
     makers = [Noisy, functools.partial(torch.optim.SGD), lambda params: torch.optim.SGD(params)]
     assert [is_elementwise(maker, optim=torch.optim) for maker in makers] == [False] * 3
+
+
+# --- is_separable ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*ELEMENTWISE, *SEPARABLE])
+def test_known_optimizers_update_every_parameter_on_its_own(name):
+    """One parameter now and the other later end as both at once do."""
+    kind = getattr(torch.optim, name)
+    together, apart = ([torch.nn.Parameter(torch.ones(3, 4) * n) for n in (1, 2)] for _ in range(2))
+    optimizers = [kind(together, lr=0.1), kind(apart, lr=0.1)]
+    for step in range(3):
+        for index in range(2):
+            for params in (together, apart):
+                params[index].grad = torch.linspace(-2.0, 3.0, 12).view(3, 4) * (step + index + 1)
+        optimizers[0].step()
+        [group] = optimizers[1].param_groups
+        for param in apart:
+            group["params"] = [param]
+            optimizers[1].step()
+        group["params"] = list(apart)
+    assert is_separable(kind, optim=torch.optim)
+    assert all(torch.equal(one, other) for one, other in zip(together, apart, strict=True))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Optimizer],
+    ids=lambda kind: kind.__name__,
+)
+def test_other_optimizers_are_not_known_to_be_separable(kind):
+    assert not is_separable(kind, optim=torch.optim)
+
+
+def test_a_subclass_or_a_maker_of_a_separable_optimizer_may_do_other_things():
+    class Noisy(torch.optim.Adafactor):
+        pass
+
+    makers = [Noisy, functools.partial(torch.optim.SGD), lambda params: torch.optim.SGD(params)]
+    assert [is_separable(maker, optim=torch.optim) for maker in makers] == [False] * 3
+
+
+def test_a_framework_without_some_of_the_optimizers_knows_the_others():
+    optim = types.SimpleNamespace(**{name: getattr(torch.optim, name) for name in ELEMENTWISE})
+    assert is_separable(torch.optim.Adam, optim=optim)
+    assert not is_separable(torch.optim.Muon, optim=optim)

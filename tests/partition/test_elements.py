@@ -7,14 +7,11 @@ from hypothesis import strategies as st
 from shardopt.partition import (
     Bucket,
     ParamSpec,
-    Part,
     Section,
     Slot,
-    element_parts,
     plan_element_layout,
     plan_layout,
     plan_owners,
-    whole_parts,
 )
 
 ITEMSIZES = {"bool": 1, "bfloat16": 2, "float32": 4, "complex128": 16}
@@ -54,10 +51,6 @@ class Case:
     @property
     def numels(self):
         return {s.index: s.numel for s in self.specs}
-
-    def parts(self):
-        """What each rank owns."""
-        return [element_parts(self.specs, self.plan(), rank) for rank in range(self.world_size)]
 
 
 @st.composite
@@ -209,6 +202,11 @@ def test_equal_arguments_give_equal_layouts(case):
 
 
 @given(cases())
+def test_every_bucket_says_that_it_is_cut(case):
+    assert all(bucket.is_cut for bucket in case.plan().buckets)
+
+
+@given(cases())
 def test_there_is_one_section_per_rank(case):
     layout = case.plan()
     assert layout.world_size == case.world_size
@@ -223,7 +221,7 @@ def test_the_worked_example_of_plan_element_layout_holds():
         Section(0, 0, 8, (Slot(1, 0, 6), Slot(0, 6, 8, 0))),
         Section(1, 8, 16, (Slot(0, 8, 16, 2),)),
     )
-    assert layout.buckets == (Bucket("float32", "cpu#0", 4, sections),)
+    assert layout.buckets == (Bucket("float32", "cpu#0", 4, sections, is_cut=True),)
 
 
 def test_a_parameter_can_reach_over_more_than_two_sections():
@@ -254,62 +252,6 @@ def test_a_parameter_above_the_bound_is_a_bucket_of_its_own():
         [spec(0, 2), spec(1, 50), spec(2, 2)], world_size=2, bucket_nbytes=64, alignment_nbytes=1
     )
     assert [bucket.params for bucket in layout.buckets] == [(2,), (1,), (0,)]
-
-
-# --- element_parts --------------------------------------------------------------------------------
-
-
-@given(cases())
-def test_the_parts_of_all_ranks_cover_every_parameter_once_and_in_rank_order(case):
-    covered = {index: [] for index in case.numels}
-    for parts in case.parts():
-        for part in parts:
-            covered[part.param] += range(part.offset, part.offset + part.numel)
-    assert covered == {index: list(range(numel)) for index, numel in case.numels.items()}
-
-
-@given(cases())
-def test_a_rank_owns_at_most_one_part_of_a_parameter_in_the_order_of_parameters(case):
-    for parts in case.parts():
-        indices = [part.param for part in parts]
-        assert indices == sorted(set(indices))
-
-
-@given(cases())
-def test_empty_parameters_belong_to_rank_0_as_they_are(case):
-    empty = [Part(index, 0, 0, True) for index, numel in case.numels.items() if not numel]
-    found = [[part for part in parts if not part.numel] for parts in case.parts()]
-    assert found == [empty] + [[]] * (case.world_size - 1)
-
-
-@given(cases())
-def test_a_part_with_elements_is_flat_even_if_it_is_all_of_its_parameter(case):
-    parts = [part for parts in case.parts() for part in parts]
-    assert [part.is_whole for part in parts] == [part.numel == 0 for part in parts]
-
-
-@given(cases(alignments=(1,)))
-def test_without_alignment_no_rank_owns_more_than_its_share_of_each_bucket(case):
-    numels = case.numels
-    bound = sum(
-        -(-sum(numels[param] for param in bucket.params) // case.world_size)
-        for bucket in case.plan().buckets
-    )
-    assert max(sum(part.numel for part in parts) for parts in case.parts()) <= bound
-
-
-# --- whole_parts ----------------------------------------------------------------------------------
-
-
-@given(cases())
-def test_whole_parts_are_the_owned_parameters_in_their_order(case):
-    owners = plan_owners(list(case.numels.values()), [0] * case.world_size)
-    for rank in range(case.world_size):
-        assert whole_parts(case.specs, owners, rank) == [
-            Part(s.index, 0, s.numel, True)
-            for s, owner in zip(case.specs, owners, strict=True)
-            if owner == rank
-        ]
 
 
 # --- places ---------------------------------------------------------------------------------------

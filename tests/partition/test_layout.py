@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardopt.partition import Bucket, ParamSpec, Section, Slot, plan_layout, plan_owners
+from shardopt.partition import (
+    Bucket,
+    ParamSpec,
+    Section,
+    Slot,
+    backward_order,
+    plan_layout,
+    plan_owners,
+)
 
 ITEMSIZES = {"bool": 1, "bfloat16": 2, "float32": 4, "complex64": 8, "complex128": 16}
 
@@ -236,6 +244,11 @@ def test_a_bucket_ends_with_its_last_slot(case):
         assert bucket.numel == max(slot.stop for slot in slots_of(bucket))
 
 
+@given(cases())
+def test_no_bucket_of_whole_parameters_says_that_it_is_cut(case):
+    assert not any(bucket.is_cut for bucket in case.plan().buckets)
+
+
 def test_a_layout_in_words():
     specs = [spec(0, 3), spec(1, 5), spec(2, 2), spec(3, 0)]
     layout = plan_layout(specs, [1, 0, 1, 0], world_size=2, bucket_nbytes=40, alignment_nbytes=16)
@@ -285,3 +298,31 @@ def test_a_bucket_without_sections_has_no_elements():
 def test_layout_rejects_owners_for_other_parameters():
     with pytest.raises(ValueError, match="zip"):
         plan_layout([spec(0, 1)], [], world_size=1, bucket_nbytes=8)
+
+
+# --- backward_order -------------------------------------------------------------------------------
+
+
+@given(cases())
+def test_backward_completes_every_bucket_once(case):
+    buckets = case.plan().buckets
+    assert sorted(backward_order(buckets)) == list(range(len(buckets)))
+
+
+@given(cases())
+def test_backward_completes_a_bucket_with_the_lowest_of_its_parameters(case):
+    """Gradients come in descending order of parameters."""
+    missing = [set(bucket.params) for bucket in case.plan().buckets]
+    completed = []
+    for param in sorted((s.index for s in case.specs if s.numel), reverse=True):
+        for number, params in enumerate(missing):
+            if param in params:
+                params.remove(param)
+                completed += [] if params else [number]
+    assert backward_order(case.plan().buckets) == completed
+
+
+@given(cases())
+def test_the_first_parameter_of_a_bucket_is_its_lowest(case):
+    buckets = case.plan().buckets
+    assert [bucket.first_param for bucket in buckets] == [min(b.params) for b in buckets]

@@ -117,10 +117,35 @@ def test_facts_include_strides_on_request():
         {"requires_grad": False},
         {"group": 0},
         {"name": "head.weight"},
+        {"is_cut": True},
+        {"cost": 6.0},
     ],
 )
 def test_facts_differ_where_ranks_must_not(change):
     assert spec().facts() != spec(**change).facts()
+
+
+def test_facts_say_that_elements_may_have_different_owners():
+    assert spec(is_cut=True).facts() == (
+        "(2, 3) 'head.bias' torch.float32 on cpu#0, trained, in group 1, by element"
+    )
+
+
+def test_facts_state_the_cost_where_one_was_given():
+    assert spec(is_cut=True, cost=0.5).facts().endswith(", in group 1, by element, cost 0.5")
+
+
+def test_costs_that_differ_in_the_last_bit_differ_in_the_facts():
+    assert spec(cost=0.1 + 0.2).facts() != spec(cost=0.3).facts()
+
+
+def test_a_parameter_loads_its_owner_with_its_elements():
+    assert spec().load == 6
+
+
+@pytest.mark.parametrize("cost", [0.0, 0.5, 100.0])
+def test_a_parameter_loads_its_owner_with_its_cost_where_one_is_known(cost):
+    assert spec(cost=cost).load == cost
 
 
 def test_a_spec_is_frozen():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from shardopt.buffers import StagedBucket, StagingPool
+from shardopt.collectives import Pending
 from shardopt.frameworks.torch import TORCH
 from shardopt.param_groups import read_specs
 from shardopt.partition import plan_layout
@@ -62,3 +63,52 @@ class RecordingBucket:
 @pytest.fixture
 def recording() -> Callable[[StagedBucket], RecordingBucket]:
     return RecordingBucket
+
+
+class ScriptedGroup:
+    """Rank 0 of 2, whose gathers fail where told to: at their launch or where they are awaited, by number."""
+
+    rank = 0
+    world_size = num_members = 2
+    is_first = is_first_replica = True
+
+    def __init__(self, *, bad_launches: Sequence[int] = (), bad_waits: Sequence[int] = ()) -> None:
+        self.bad_launches = bad_launches
+        self.bad_waits = bad_waits
+        self.launched: list[int] = []
+        self.awaited: list[int] = []
+        self.deepest = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.launched) - len(self.awaited)
+
+    def all_gather(self, sections: Any) -> Pending:
+        return self._launch()
+
+    def broadcast(self, tensor: Any) -> Pending:
+        return self._launch()
+
+    def _launch(self) -> Pending:
+        number = len(self.launched)
+        if number in self.bad_launches:
+            raise RuntimeError(f"launch {number}")
+        self.launched.append(number)
+        self.deepest = max(self.deepest, self.num_in_flight)
+        return Pending([ScriptedWork(self, number)])
+
+
+class ScriptedWork:
+    def __init__(self, group: ScriptedGroup, number: int) -> None:
+        self._group = group
+        self._number = number
+
+    def wait(self) -> None:
+        self._group.awaited.append(self._number)
+        if self._number in self._group.bad_waits:
+            raise RuntimeError(f"wait {self._number}")
+
+
+@pytest.fixture
+def scripted() -> type[ScriptedGroup]:
+    return ScriptedGroup

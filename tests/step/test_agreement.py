@@ -100,3 +100,95 @@ def test_more_buckets_than_flags_in_an_int_are_known_to_all(run_threads):
         for number in range(130)
     )
     assert [intent.updating for intent in run.results] == [expected] * 2
+
+
+# --- extra words ----------------------------------------------------------------------------------
+
+
+def with_extra(extra_by_rank, *, groups_by_rank=None, error_on=None, updates=()):
+    """A function that agrees with further ints and returns what it was told of the others'."""
+
+    def serve(group):
+        told = []
+        try:
+            agree(
+                group,
+                (groups_by_rank or [GROUPS] * group.world_size)[group.rank],
+                error=ValueError("odd") if group.rank == error_on else None,
+                updates=updates,
+                extra=extra_by_rank[group.rank],
+                on_extra=told.append,
+            )
+        except (ValueError, RuntimeError):
+            return ["raised", *told]
+        return told
+
+    return serve
+
+
+def test_extra_ints_of_every_rank_are_told_in_rank_order(run_threads):
+    run = run_threads(3, with_extra([[1, 2**60], [-3, 0], [5, 6]]))
+    assert run.results == [[[[1, 2**60], [-3, 0], [5, 6]]]] * 3
+
+
+def test_extra_ints_cost_no_gather_of_their_own(run_threads):
+    run = run_threads(2, with_extra([[1], [2]]))
+    assert run.world.num_gathers_by_rank == [{"ints": 1, "object": 0}] * 2
+
+
+def test_extra_ints_are_not_taken_for_updates(run_threads):
+    def serve(group):
+        return agree(group, GROUPS, updates=[group.rank == 0], extra=[7]).updating
+
+    assert run_threads(2, serve).results == [((0,),)] * 2
+
+
+def test_no_extra_ints_are_told_as_such(run_threads):
+    assert run_threads(2, with_extra([[], []])).results == [[[[], []]]] * 2
+
+
+def test_extra_ints_are_told_before_an_error_is_raised(run_threads):
+    run = run_threads(2, with_extra([[1], [2]], error_on=1))
+    assert run.results == [["raised", [[1], [2]]]] * 2
+
+
+def test_extra_ints_are_told_before_a_difference_of_options_is_raised(run_threads):
+    run = run_threads(2, with_extra([[1], [2]], groups_by_rank=[GROUPS, OTHERS]))
+    assert run.results == [["raised", [[1], [2]]]] * 2
+
+
+def test_what_is_told_may_be_collective(run_threads):
+    def serve(group):
+        sums = []
+
+        def settle(words):
+            sums.append(group.all_gather_ints([10 * word for (word,) in words]))
+
+        agree(group, GROUPS, extra=[group.rank], on_extra=settle)
+        return sums
+
+    assert run_threads(2, serve).results == [[[[0, 10], [0, 10]]]] * 2
+
+
+def test_what_telling_raises_is_raised():
+    def refuse(words):
+        raise KeyError("dropped")
+
+    with pytest.raises(KeyError, match="dropped"):
+        agree(LoneRank(), GROUPS, error=ValueError("odd"), on_extra=refuse)
+
+
+# --- facts ----------------------------------------------------------------------------------------
+
+
+def test_facts_that_differ_are_named(run_threads):
+    run = run_threads(
+        2, agreeing([GROUPS] * 2, facts=[[("max_norm", "1.0")], [("max_norm", "2.0")]])
+    )
+    assert run.texts[0].endswith("first difference at max_norm: 2.0 on rank 1, 1.0 on rank 0")
+
+
+def test_facts_of_ranks_without_inputs_are_not_compared(run_threads):
+    facts = [[("scale", "1")], [("scale", "2")]]
+    run = run_threads(2, agreeing([GROUPS] * 2, facts=facts, is_joined=[True, False]))
+    assert run.texts == ["", ""]

@@ -23,8 +23,24 @@ def test_packed_flags_fit_into_an_int64(flags):
     assert all(0 <= packed < 2**63 for packed in pack_flags(flags))
 
 
+def same(member):
+    """The rank of a member where there are as many ranks as members."""
+    return member
+
+
 def test_the_worked_example_of_ranks_by_flag_holds():
-    assert ranks_by_flag([[True, False], [True, True]]) == ((0, 1), (1,))
+    assert ranks_by_flag([[True, False], [True, True]], same) == ((0, 1), (1,))
+
+
+def test_a_flag_of_any_member_counts_once_for_its_rank():
+    """Four members, two of each rank."""
+    flags = [[True, False, False], [False, False, True], [True, True, False], [False] * 3]
+    assert ranks_by_flag(flags, lambda member: member % 2) == ((0,), (0,), (1,))
+
+
+def test_ranks_stand_in_order_whatever_the_order_of_members():
+    flags = [[True], [True], [True]]
+    assert ranks_by_flag(flags, lambda member: 2 - member) == ((0, 1, 2),)
 
 
 @given(
@@ -33,7 +49,7 @@ def test_the_worked_example_of_ranks_by_flag_holds():
     )
 )
 def test_a_rank_is_listed_for_a_flag_exactly_where_it_set_it(flags_by_rank):
-    listed = ranks_by_flag(flags_by_rank)
+    listed = ranks_by_flag(flags_by_rank, same)
     assert len(listed) == len(flags_by_rank[0])
     for number, ranks in enumerate(listed):
         assert list(ranks) == [r for r, flags in enumerate(flags_by_rank) if flags[number]]

@@ -1,140 +1,22 @@
+"""Averages of gradients, however they come to the reducer: their values, and what travels for them."""
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardopt.buffers import GradientBucket, StagingPool
 from shardopt.collectives import LoneRank
-from shardopt.frameworks.torch import TORCH
-from shardopt.param_groups import read_specs
-from shardopt.partition import (
-    element_parts,
-    plan_element_layout,
-    plan_layout,
-    plan_owners,
-    whole_parts,
-)
-from shardopt.step import agree_on_gradients, reduce_gradients
-from shardopt.step.exchange import DEPTH
+from shardopt.step import agree_on_gradients
 from shardopt.step.flags import FLAGS_PER_INT
-
-SHAPES = [(5,), (2, 3), (), (2, 3, 2, 2), (7,), (0,)]
-CHANNELS_LAST, EMPTY = 3, 5
-
-
-def make_param(index, *, seed):
-    value = torch.randn(SHAPES[index], generator=torch.Generator().manual_seed(seed))
-    if index == CHANNELS_LAST:
-        value = value.contiguous(memory_format=torch.channels_last)
-    return value
-
-
-def gradient_of(rank, index):
-    return make_param(index, seed=100 * rank + index)
-
-
-class CountingPool(StagingPool):
-    """Knows how much of its memory is out."""
-
-    num_out = 0
-
-    def take(self, numel, *, like):
-        self.num_out += 1
-        return super().take(numel, like=like)
-
-    def give_back(self, tensor):
-        self.num_out -= 1
-        super().give_back(tensor)
-
-
-class Rank:
-    """What one rank reduces: parameters, those of its gradients that are not in ``without``, buckets and parts."""
-
-    def __init__(self, group, *, granularity="parameter", without=(), bucket_nbytes=2**20):
-        world_size = group.world_size
-        self.group = group
-        self.params = [torch.nn.Parameter(make_param(i, seed=0)) for i in range(len(SHAPES))]
-        for index, param in enumerate(self.params):
-            if index not in without:
-                param.grad = gradient_of(group.rank, index)
-        specs = read_specs([{"params": self.params}])
-        options = {"world_size": world_size, "bucket_nbytes": bucket_nbytes}
-        if granularity == "element":
-            layout = plan_element_layout(specs, **options, alignment_nbytes=8)
-            self.parts = element_parts(specs, layout, group.rank)
-        else:
-            owners = plan_owners([spec.numel for spec in specs], [0] * world_size)
-            layout = plan_layout(specs, owners, **options)
-            self.parts = whole_parts(specs, owners, group.rank)
-        self.pool = CountingPool()
-        self.buckets = [
-            GradientBucket(
-                bucket,
-                self.params,
-                specs,
-                rank=group.rank,
-                pool=self.pool,
-                copy_all=TORCH.copy_all,
-            )
-            for bucket in layout.buckets
-        ]
-        self.tensors = {
-            part.param: self.params[part.param]
-            if part.is_whole
-            else torch.nn.Parameter(torch.zeros(part.numel))
-            for part in self.parts
-        }
-
-    def reduce(self, *, has_inputs=True):
-        reduce_gradients(
-            self.group, self.buckets, self.params, self.parts, self.tensors, has_inputs=has_inputs
-        )
-        return self
-
-    @property
-    def gradients(self):
-        """Offset and values, in memory order, of the gradient of each part; None where there is none."""
-        found = {}
-        for part in self.parts:
-            gradient = self.tensors[part.param].grad
-            flat = None if gradient is None else in_memory_order(gradient)
-            found[part.param] = (part.offset, flat)
-        return found
-
-
-def in_memory_order(tensor):
-    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset()).tolist()
-
-
-def average(world_size, index, without_by_rank):
-    """The average over ranks, taken in their order, in memory order; None if no rank has a gradient."""
-    if all(index in without for without in without_by_rank):
-        return None
-    total = None
-    for rank in range(world_size):
-        is_missing = index in without_by_rank[rank]
-        gradient = gradient_of(rank, index)
-        share = torch.zeros_like(gradient) if is_missing else gradient * (1.0 / world_size)
-        total = share if total is None else total + share
-    return in_memory_order(total)
-
-
-def collected(results):
-    """The gradient of each parameter from the parts of all ranks; None if it has none anywhere."""
-    by_param = {}
-    for rank in results:
-        for index, part in rank.gradients.items():
-            by_param.setdefault(index, []).append(part)
-    whole = {}
-    for index, parts in by_param.items():
-        if all(values is None for _, values in parts):
-            whole[index] = None
-        else:
-            whole[index] = [value for _, values in sorted(parts) for value in values]
-    return whole
-
+from tests.step.reducing import EMPTY, FULL, SHAPES, Rank, average, collected
 
 granularities = pytest.mark.parametrize("granularity", ["parameter", "element"])
+
+
+def expected_averages(world_size, without_by_rank=None, *, number=0):
+    without = without_by_rank or [()] * world_size
+    found = {i: average(world_size, i, without, number) for i in FULL}
+    return {i: values for i, values in found.items() if values is not None}
 
 
 # --- agree_on_gradients ---------------------------------------------------------------------------
@@ -159,117 +41,240 @@ def test_a_lone_rank_agrees_with_itself(present):
     assert agree_on_gradients(LoneRank(), present) == present
 
 
-# --- reduce_gradients -----------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 @granularities
 @pytest.mark.parametrize("bucket_nbytes", [1, 64, 2**20])
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("where", ["backward", "settle"])
 def test_every_rank_has_the_bits_of_the_average_of_what_it_owns(
-    run_threads, granularity, bucket_nbytes, world_size
+    run_threads, granularity, bucket_nbytes, world_size, where
 ):
     def serve(group):
-        return Rank(group, granularity=granularity, bucket_nbytes=bucket_nbytes).reduce()
+        rank = Rank(group, granularity=granularity, bucket_nbytes=bucket_nbytes)
+        if where == "backward":
+            rank.backward()
+            rank.settle()
+        else:
+            rank.settle_all()
+        return rank.averages
 
     run = run_threads(world_size, serve)
-    expected = {i: average(world_size, i, [()] * world_size) for i in range(len(SHAPES))}
-    assert (run.texts, collected(run.results)) == ([""] * world_size, expected)
+    assert run.texts == [""] * world_size
+    assert collected(run.results) == expected_averages(world_size)
 
 
 @given(
-    st.lists(st.sets(st.integers(0, 4)), min_size=2, max_size=3),
+    st.lists(st.sets(st.sampled_from(FULL)), min_size=2, max_size=3),
     st.sampled_from(["parameter", "element"]),
     st.sampled_from([1, 64, 2**20]),
+    st.sampled_from(["backward", "settle"]),
 )
-def test_missing_gradients_count_as_zeros_unless_they_are_missing_everywhere(
-    run_threads, without, granularity, bucket_nbytes
-):
+def test_missing_gradients_count_as_zeros(run_threads, without, granularity, bucket_nbytes, where):
     def serve(group):
-        return Rank(
-            group,
-            granularity=granularity,
-            without=without[group.rank],
-            bucket_nbytes=bucket_nbytes,
-        ).reduce()
+        rank = Rank(group, granularity=granularity, bucket_nbytes=bucket_nbytes)
+        mine = without[group.rank]
+        if where == "backward":
+            rank.backward([index for index in FULL if index not in mine])
+            used = rank.settle()
+        else:
+            used = rank.settle_all(without=mine)
+        return rank.averages, used
 
     run = run_threads(len(without), serve)
-    expected = {i: average(len(without), i, without) for i in range(len(SHAPES))}
-    assert (run.texts, collected(run.results)) == ([""] * len(without), expected)
+    assert run.texts == [""] * len(without)
+    expected = expected_averages(len(without), without)
+    found = collected([averages for averages, _ in run.results])
+    assert {i: found[i] for i in expected} == expected
+    for _, used in run.results:
+        assert [i for i in range(len(SHAPES)) if used[i]] == sorted(expected)
 
 
 @granularities
-def test_a_lone_rank_keeps_its_own_gradients(granularity):
-    rank = Rank(LoneRank(), granularity=granularity, without={1}).reduce()
-    expected = {i: average(1, i, [{1}]) for i in range(len(SHAPES))}
-    assert collected([rank]) == expected
+@pytest.mark.parametrize("where", ["backward", "settle"])
+def test_a_lone_rank_keeps_its_own_gradients(granularity, where):
+    rank = Rank(LoneRank(), granularity=granularity)
+    if where == "backward":
+        rank.backward()
+        rank.settle()
+    else:
+        rank.settle_all()
+    assert collected([rank.averages]) == expected_averages(1)
 
 
 @granularities
-def test_every_gradient_but_those_of_what_this_rank_updates_is_consumed(run_threads, granularity):
-    run = run_threads(2, lambda group: Rank(group, granularity=granularity).reduce())
-    for rank in run.results:
-        updated = {id(tensor) for tensor in rank.tensors.values()}
-        left = [i for i, p in enumerate(rank.params) if p.grad is not None and id(p) not in updated]
-        assert left in ([], [EMPTY])
-
-
-@granularities
-def test_gradients_of_a_rank_without_inputs_are_consumed_and_do_not_count(run_threads, granularity):
+def test_a_second_step_holds_the_averages_of_its_own_gradients(run_threads, granularity):
     def serve(group):
-        return Rank(group, granularity=granularity).reduce(has_inputs=group.rank != 1)
+        rank = Rank(group, granularity=granularity)
+        rank.backward()
+        rank.settle()
+        rank.reducer.forget()
+        rank.backward(number=1)
+        rank.settle()
+        return rank.averages
 
     run = run_threads(2, serve)
-    without = [(), range(len(SHAPES))]
-    expected = {i: average(2, i, without) for i in range(len(SHAPES)) if i != EMPTY}
-    found = collected(run.results)
-    assert {i: values for i, values in found.items() if i != EMPTY} == expected
+    assert collected(run.results) == expected_averages(2, number=1)
+
+
+def added(*averages):
+    """Sums of averages, taken one after the other, element by element."""
+    total = {index: torch.tensor(values) for index, values in averages[0].items()}
+    for more in averages[1:]:
+        total = {index: values + torch.tensor(more[index]) for index, values in total.items()}
+    return {index: values.tolist() for index, values in total.items()}
 
 
 @granularities
-def test_reduced_gradients_are_of_the_shape_and_strides_of_what_is_updated(
-    run_threads, granularity
-):
-    run = run_threads(2, lambda group: Rank(group, granularity=granularity).reduce())
-    for rank in run.results:
-        for tensor in rank.tensors.values():
-            assert (tensor.grad.shape, tensor.grad.stride()) == (tensor.shape, tensor.stride())
+@pytest.mark.parametrize("bucket_nbytes", [1, 2**20])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_averages_of_several_backwards_add_up(run_threads, granularity, bucket_nbytes, world_size):
+    def serve(group):
+        rank = Rank(group, granularity=granularity, bucket_nbytes=bucket_nbytes)
+        for number in range(3):
+            rank.backward(number=number)
+        rank.settle()
+        return rank.averages
+
+    run = run_threads(world_size, serve) if world_size > 1 else None
+    results = [serve(LoneRank())] if run is None else run.results
+    expected = added(*(expected_averages(world_size, number=n) for n in range(3)))
+    assert collected(results) == expected
+
+
+@granularities
+def test_what_no_round_has_taken_is_added_to_what_rounds_have_reduced(run_threads, granularity):
+    def serve(group):
+        rank = Rank(group, granularity=granularity)
+        rank.backward()
+        rank.settle_all(number=1)
+        return rank.averages
+
+    run = run_threads(2, serve)
+    assert collected(run.results) == added(
+        expected_averages(2, number=0), expected_averages(2, number=1)
+    )
+
+
+def test_gradients_can_be_summed_in_another_dtype_than_they_travel_in(run_threads):
+    """In bfloat16 a sum of 2**8 + 1 is 2**8, so without float32 it would be lost."""
+
+    def serve(group):
+        rank = Rank(group, wire_dtype=torch.bfloat16, sum_dtype=torch.float32)
+        for _ in range(2):
+            rank.reducer.open()
+            value = 512.0 if group.rank == 0 else 2.0
+            rank.reducer.arrive(0, rank.bucket_of[0], torch.full((5,), value))
+            rank.reducer.close(lambda param: None)
+        rank.settle()
+        return rank.averages
+
+    run = run_threads(2, serve)
+    assert collected(run.results)[0] == [2 * (256.0 + 1.0)] * 5
+
+
+def test_averages_over_a_grid_are_over_every_member(run_grid):
+    """As if all of them were ranks of one group, but for the order of the sum."""
+
+    def serve(grid):
+        rank = Rank(grid)
+        member = grid._column.rank * grid.world_size + grid.rank
+        rank.reducer.open()
+        for index in reversed(FULL):
+            gradient = torch.full(SHAPES[index], 2.0**member)
+            rank.reducer.arrive(index, rank.bucket_of[index], gradient)
+        rank.reducer.close(lambda param: None)
+        rank.settle()
+        return {index: set(values) for index, (_, values) in rank.averages.items()}
+
+    run = run_grid(2, 2, serve)
+    assert run.texts == [""] * 4
+    assert all(values == {15 / 4} for found in run.results for values in found.values())
+
+
+def test_averages_over_a_grid_add_up_over_backwards_that_are_completed_in_between(run_grid):
+    """What all replicas hold after the first counts once in the second."""
+
+    def serve(grid):
+        rank = Rank(grid)
+        for _ in range(2):
+            rank.reducer.open()
+            rank.reducer.arrive(0, rank.bucket_of[0], torch.full((5,), 1.0 + grid._column.rank))
+            rank.reducer.close(lambda param: None)
+            rank.settle()
+        return {tuple(values) for i, (_, values) in rank.averages.items() if i == 0}
+
+    run = run_grid(2, 2, serve)
+    assert set().union(*run.results) == {(3.0,) * 5}
+
+
+# --- traffic --------------------------------------------------------------------------------------
+
+
+@granularities
+@pytest.mark.parametrize("where", ["backward", "settle"])
+def test_each_byte_of_a_gradient_leaves_a_rank_once(run_threads, granularity, where):
+    def serve(group):
+        rank = Rank(group, granularity=granularity)
+        if where == "backward":
+            rank.backward()
+            rank.settle()
+        else:
+            rank.settle_all()
+        return [bucket.plan for bucket in rank.buckets]
+
+    run = run_threads(3, serve)
+    for rank, plans in enumerate(run.results):
+        sent = sum(message.numel for message in run.world.messages if message.src == rank)
+        assert sent == sum(p.numel - p.sections[rank].numel for p in plans)
+    assert run.num_left_over == 0
 
 
 @granularities
 def test_without_any_gradient_nothing_but_flags_travels(run_threads, granularity):
     def serve(group):
-        return Rank(group, granularity=granularity, without=range(len(SHAPES))).reduce()
+        return Rank(group, granularity=granularity).settle()
 
     run = run_threads(2, serve)
-    assert (run.world.messages, run.world.num_gathers_by_rank) == (
-        [],
-        [{"ints": 1, "object": 0}] * 2,
-    )
+    assert (run.results, run.world.messages) == ([[False] * len(SHAPES)] * 2, [])
+    assert run.world.num_gathers_by_rank == [{"ints": 1, "object": 0}] * 2
 
 
-def test_only_buckets_with_a_gradient_on_some_rank_travel(run_threads):
+def test_of_what_is_left_only_buckets_with_a_gradient_on_some_rank_travel(run_threads):
     """Of buckets of one parameter each, those of 1 (6 elements) and 4 (7 elements)."""
     without = [{0, 2, 3, 4}, {0, 1, 2, 3}]
 
     def serve(group):
-        return Rank(group, without=without[group.rank], bucket_nbytes=1).reduce()
+        rank = Rank(group, bucket_nbytes=1)
+        rank.settle_all(without=without[group.rank])
+        return [bucket.plan for bucket in rank.buckets]
 
     run = run_threads(2, serve)
-    used = {1, 4}
-    wanted = [b.plan for b in run.results[0].buckets if used & set(b.plan.params)]
+    plans = run.results[0]
+    wanted = [plan for plan in plans if {1, 4} & set(plan.params)]
     numels = [section.numel for plan in wanted for section in plan.sections]
     assert sum(message.numel for message in run.world.messages) == sum(numels)
-    assert len(wanted) < len(run.results[0].buckets)
+    assert len(wanted) < len(plans)
 
 
 @granularities
-def test_each_byte_of_a_gradient_leaves_a_rank_once(run_threads, granularity):
-    run = run_threads(3, lambda group: Rank(group, granularity=granularity).reduce())
-    plans = [bucket.plan for bucket in run.results[0].buckets]
-    for rank in range(3):
-        sent = sum(message.numel for message in run.world.messages if message.src == rank)
-        assert sent == sum(p.numel - p.sections[rank].numel for p in plans)
-    assert run.num_left_over == 0
+def test_a_round_costs_no_gather(run_threads, granularity):
+    def serve(group):
+        Rank(group, granularity=granularity).backward()
+        return dict(group.world.num_gathers_by_rank[group.rank])
+
+    assert run_threads(2, serve).results == [{"ints": 0, "object": 0}] * 2
+
+
+def test_an_empty_parameter_is_used_where_any_rank_has_a_gradient_for_it(run_threads):
+    def serve(group):
+        gradients = {EMPTY: torch.zeros(0)} if group.rank else {}
+        return Rank(group).settle(gradients)
+
+    run = run_threads(2, serve)
+    assert run.results == [[False] * EMPTY + [True]] * 2
+    assert run.world.messages == []
 
 
 @granularities
@@ -277,80 +282,26 @@ def test_staging_memory_does_not_grow_from_step_to_step(run_threads, granularity
     def serve(group):
         rank = Rank(group, granularity=granularity, bucket_nbytes=64)
         held = []
-        for _ in range(3):
-            for index, param in enumerate(rank.params):
-                param.grad = gradient_of(group.rank, index)
-            rank.reduce()
-            held.append(rank.pool.nbytes)
-        return held, rank.pool.num_out
+        for number in range(4):
+            rank.backward(number=number)
+            rank.settle_all(number=number)
+            rank.reducer.forget()
+            held.append((rank.pool.nbytes, rank.pool.num_out))
+        return held
 
-    for held, num_out in run_threads(2, serve).results:
-        assert held[0] == held[1] == held[2] > 0
-        assert num_out == 0
+    for held in run_threads(2, serve).results:
+        assert held[1:] == [held[1]] * 3
+        assert held[1][0] > 0 == held[1][1]
 
 
-@granularities
-def test_a_second_reduction_gives_the_averages_of_the_second_gradients(run_threads, granularity):
+def test_words_are_as_many_whatever_they_say(run_threads):
     def serve(group):
-        rank = Rank(group, granularity=granularity).reduce()
-        for index, param in enumerate(rank.params):
-            param.grad = gradient_of(group.rank, index) if index != 1 else None
-        for part in rank.parts:
-            if not part.is_whole:
-                rank.tensors[part.param].grad = None
-        return rank.reduce()
+        rank = Rank(group)
+        lengths = {len(rank.reducer.words([False] * len(SHAPES)))}
+        rank.backward()
+        lengths.add(len(rank.reducer.words([True] * len(SHAPES))))
+        rank.settle_all()
+        return lengths
 
     run = run_threads(2, serve)
-    expected = {i: average(2, i, [{1}, {1}]) for i in range(len(SHAPES))}
-    assert collected(run.results) == expected
-
-
-def test_a_part_without_gradient_on_any_rank_loses_that_of_an_earlier_step(run_threads):
-    def serve(group):
-        rank = Rank(group, granularity="element").reduce()
-        return rank.reduce()  # all were consumed, so there is none this time
-
-    run = run_threads(2, serve)
-    found = collected(run.results)
-    assert {i: values for i, values in found.items() if i != EMPTY} == dict.fromkeys(range(5))
-
-
-class FailingGroup(LoneRank):
-    """Rank 0 of 2, whose reductions fail when they are awaited, or that counts those in flight."""
-
-    world_size = 2
-
-    def __init__(self, error=None):
-        super().__init__()
-        self._error = error
-        self.num_in_flight = 0
-        self.deepest = 0
-
-    def all_gather_ints(self, values):
-        return [list(values)] * 2
-
-    def reduce_scatter(self, parts, *, out, scratch):
-        self.num_in_flight += 1
-        self.deepest = max(self.deepest, self.num_in_flight)
-        return self
-
-    def wait(self):
-        self.num_in_flight -= 1
-        if self._error is not None:
-            raise self._error
-
-
-def test_a_bounded_number_of_buckets_is_in_flight():
-    group = FailingGroup()
-    rank = Rank(group, bucket_nbytes=1).reduce()
-    assert len(rank.buckets) > DEPTH
-    assert (group.deepest, group.num_in_flight) == (DEPTH, 0)
-
-
-def test_memory_is_given_back_after_a_failed_reduction():
-    group = FailingGroup(RuntimeError("peer is gone"))
-    rank = Rank(group, bucket_nbytes=1)
-    with pytest.raises(RuntimeError, match="peer is gone"):
-        rank.reduce()
-    assert (group.num_in_flight, rank.pool.num_out) == (0, 0)
-    assert rank.pool.nbytes > 0
+    assert [len(lengths) for lengths in run.results] == [1, 1]

@@ -24,11 +24,17 @@ def trained(*gradients):
     return params
 
 
+def gradients_of(params):
+    return [param.grad for param in params if param.grad is not None]
+
+
 def hand_over(loss_scale, group, optimizer, params, *, in_kernel):
     """What a step does with a loss scale; returns whether it is skipped."""
     in_kernel = in_kernel and getattr(optimizer, "_step_supports_amp_scaling", False)
     is_skipped = loss_scale.wants_skip(params, in_kernel=in_kernel)
-    loss_scale.apply(group, optimizer, params, in_kernel=in_kernel)
+    loss_scale.apply(
+        group, optimizer, lambda: gradients_of(params), params=params, in_kernel=in_kernel
+    )
     return is_skipped
 
 
@@ -166,6 +172,57 @@ def test_a_rank_without_any_gradient_found_no_inf(scale):
     """The sum over no devices, which GradScaler sets, is the int 0."""
     loss_scale = LossScale(scale, 0)
     assert not hand_over(loss_scale, LoneRank(), Optimizer(), trained(None), in_kernel=False)
+
+
+# --- which gradients ------------------------------------------------------------------------------
+
+
+def untouchable():
+    raise AssertionError("gradients that nobody divides need not be there")
+
+
+@pytest.mark.parametrize(
+    ("scale", "found", "in_kernel"),
+    [(None, None, False), (None, 0.0, False), (2.0, 0.0, True)],
+    ids=["no scaler", "divided already", "in a kernel"],
+)
+def test_gradients_are_not_asked_for_where_nothing_is_divided_here(scale, found, in_kernel):
+    optimizer = Optimizer(is_fused=in_kernel)
+    scale_of(scale, found).apply(LoneRank(), optimizer, untouchable, params=[], in_kernel=in_kernel)
+
+
+def test_gradients_that_are_no_parameters_own_are_divided_in_place():
+    gradient = torch.tensor([8.0, -4.0])
+    scale_of(4.0, 0.0).divide(lambda: [gradient])
+    assert gradient.tolist() == [2.0, -1.0]
+
+
+def test_dividing_without_a_scale_asks_for_no_gradients():
+    scale_of(None, 1.0).divide(untouchable)
+
+
+def test_gradients_are_divided_unseen_by_autograd():
+    gradient = torch.tensor([8.0], requires_grad=True)
+    scale_of(4.0, 0.0).divide(lambda: [gradient])
+    assert (gradient.item(), gradient.grad_fn) == (2.0, None)
+
+
+# --- facts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_kernel", [False, True])
+def test_ranks_compare_a_scale_on_the_cpu(in_kernel):
+    assert scale_of(2.0, 0.0).facts(in_kernel=in_kernel) == [("GradScaler's scale", "2.0")]
+
+
+@pytest.mark.parametrize("in_kernel", [False, True])
+def test_without_a_scale_ranks_compare_none(in_kernel):
+    assert scale_of(None, 0.0).facts(in_kernel=in_kernel) == []
+
+
+def test_a_scale_elsewhere_is_not_read_where_a_kernel_divides_by_it():
+    loss_scale = LossScale(torch.tensor(2.0, device="meta"), torch.tensor(0.0))
+    assert loss_scale.facts(in_kernel=True) == []
 
 
 # --- take_back ------------------------------------------------------------------------------------

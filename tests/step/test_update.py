@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from shardopt.collectives import LoneRank
-from shardopt.step import ShardUpdate, only_params
+from shardopt.step import Exchange, ShardUpdate
 from shardopt.step.flags import FLAGS_PER_INT
 
 OWNERS = [0, 1, 0, 1]
@@ -16,6 +16,16 @@ def make_params(rank):
     return [torch.full((2,), 10.0 * rank + i) for i in range(len(OWNERS))]
 
 
+def finish(update, group, buckets, *, launched=None):
+    """Finish an update whose sections ``launched`` are travelling already; wait for what it launched."""
+    exchange = Exchange(group, buckets, is_bounded=True, touch=lambda number: None)
+    launched = [()] * len(buckets) if launched is None else launched
+    for number, ranks in enumerate(launched):
+        exchange.launch(number, ranks)
+    update.finish(group, exchange, launched=launched, doing="step()")
+    exchange.drain()
+
+
 @pytest.fixture
 def run_updates(run_threads, make_buckets):
     """Update on two ranks; returns the run, with the values of all parameters on each rank."""
@@ -27,9 +37,9 @@ def run_updates(run_threads, make_buckets):
             params = make_params(group.rank)
             buckets = make_buckets(params, OWNERS, world_size=2)
             shard = ShardUpdate(group.rank, buckets, by_index(params))
-            shard.run(lambda: update(group.rank, params))
+            shard.run(lambda: update(group.rank, params), params)
             try:
-                shard.finish(group, doing="step()")
+                finish(shard, group, buckets)
             finally:
                 values[group.rank] = [param[0].item() for param in params]
 
@@ -55,10 +65,21 @@ def fill(*pairs):
 
 
 @pytest.fixture
-def lone_update(make_buckets):
-    """An update of a lone rank over two parameters."""
+def lone_buckets(make_buckets):
+    """Two parameters of a lone rank, each in a bucket of its own, and their buckets."""
     params = [torch.ones(2), torch.ones(2)]
-    return ShardUpdate(0, make_buckets(params, [0, 0], world_size=1), by_index(params)), params
+    return params, make_buckets(params, [0, 0], world_size=1)
+
+
+@pytest.fixture
+def lone_update(lone_buckets):
+    """An update of them."""
+    params, buckets = lone_buckets
+    return ShardUpdate(0, buckets, by_index(params)), params
+
+
+def fail():
+    raise ValueError("odd")
 
 
 def test_run_returns_what_the_update_returns(lone_update):
@@ -80,6 +101,26 @@ def test_run_does_not_keep_an_interrupt(lone_update):
 
     with pytest.raises(KeyboardInterrupt):
         lone_update[0].run(update)
+
+
+def test_nothing_is_run_after_a_run_that_raised(lone_update):
+    calls = []
+    lone_update[0].run(fail)
+    assert (lone_update[0].run(lambda: calls.append(1)), calls) == (None, [])
+
+
+def test_the_first_error_of_several_runs_is_kept(lone_update):
+    def fail_again():
+        raise KeyError("late")
+
+    lone_update[0].run(fail)
+    lone_update[0].run(fail_again)
+    assert str(lone_update[0].error) == "odd"
+
+
+def test_every_run_returns_its_own_result(lone_update):
+    update, _ = lone_update
+    assert [update.run(lambda n=n: n) for n in range(3)] == [0, 1, 2]
 
 
 def test_parameters_have_not_moved_before_they_are_written(lone_update):
@@ -120,14 +161,25 @@ def test_what_a_rank_writes_into_parameters_of_others_is_not_sent(run_updates):
     assert run_updates(fill((0, 1))).world.messages == []
 
 
-def test_a_parameter_with_a_gradient_is_sent_even_if_its_version_did_not_move(run_updates):
-    def update(rank, params):
-        if rank == 0:
-            params[2].grad = torch.ones(2)
-            params[2].detach().data.fill_(99.0)  # as a kernel does that bumps no version
+def test_a_parameter_that_had_a_gradient_is_sent_even_if_its_version_did_not_move(
+    run_threads, make_buckets
+):
+    def serve(group):
+        params = make_params(group.rank)
+        buckets = make_buckets(params, OWNERS, world_size=2)
+        update = ShardUpdate(group.rank, buckets, by_index(params))
 
-    run = run_updates(update)
-    assert run.results[1] == [10.0, 11.0, 99.0, 13.0]
+        def write():
+            if group.rank == 0:
+                params[2].grad = None  # as an optimizer may do that consumes gradients
+                params[2].detach().data.fill_(99.0)  # as a kernel does that bumps no version
+
+        params[2].grad = torch.ones(2) if group.rank == 0 else None
+        update.run(write, params)
+        finish(update, group, buckets)
+        return [param[0].item() for param in params]
+
+    assert run_threads(2, serve).results[1] == [10.0, 11.0, 99.0, 13.0]
 
 
 def test_finish_costs_one_gather_of_ints_while_all_is_well(run_updates):
@@ -154,23 +206,20 @@ def test_replicas_are_equal_even_after_an_error(run_updates):
     assert [values[1] for values in run.results] == [99.0, 99.0]
 
 
-def test_a_lone_rank_raises_its_own_error(lone_update):
+def test_a_lone_rank_raises_its_own_error(lone_update, lone_buckets):
     update, _ = lone_update
-
-    def fail():
-        raise ValueError("odd")
-
     update.run(fail)
     with pytest.raises(ValueError, match="odd"):
-        update.finish(LoneRank(), doing="step()")
+        finish(update, LoneRank(), lone_buckets[1])
 
 
 def test_a_rank_that_owns_nothing_takes_part(run_threads, make_buckets):
     def serve(group):
         params = [torch.full((2,), float(group.rank))]
-        update = ShardUpdate(group.rank, make_buckets(params, [0], world_size=3), by_index(params))
+        buckets = make_buckets(params, [0], world_size=3)
+        update = ShardUpdate(group.rank, buckets, by_index(params))
         update.run(lambda: params[0].fill_(7.0) if group.rank == 0 else None)
-        update.finish(group, doing="step()")
+        finish(update, group, buckets)
         return params[0].tolist()
 
     assert run_threads(3, serve).results == [[7.0, 7.0]] * 3
@@ -181,134 +230,152 @@ def test_more_buckets_than_flags_in_an_int_are_all_exchanged(run_threads, make_b
 
     def serve(group):
         params = [torch.zeros(1) for _ in range(count)]
-        update = ShardUpdate(
-            group.rank, make_buckets(params, [0] * count, world_size=2), by_index(params)
-        )
+        buckets = make_buckets(params, [0] * count, world_size=2)
+        update = ShardUpdate(group.rank, buckets, by_index(params))
         update.run(lambda: params[-1].fill_(1.0) if group.rank == 0 else None)
-        update.finish(group, doing="step()")
+        finish(update, group, buckets)
         return [int(param.item()) for param in params]
 
     assert run_threads(2, serve).results[1] == [0] * (count - 1) + [1]
 
 
-# --- finish, where some of it is known ------------------------------------------------------------
+# --- finish, where some of it is travelling already -----------------------------------------------
+
+
+@pytest.fixture
+def run_launched(run_threads, make_buckets):
+    """Update on two ranks, which own one parameter of each of two buckets, where sections travel already."""
+
+    def run(launched, update=lambda rank, params: None):
+        def serve(group):
+            params = make_params(group.rank)
+            buckets = make_buckets(params, OWNERS, world_size=2, bucket_nbytes=16)
+            assert [bucket.plan.params for bucket in buckets] == [(0, 1), (2, 3)]
+            shard = ShardUpdate(group.rank, buckets, by_index(params))
+            shard.run(lambda: update(group.rank, params))
+            finish(shard, group, buckets, launched=launched)
+            return [param[0].item() for param in params]
+
+        return run_threads(2, serve)
+
+    return run
 
 
 @pytest.mark.parametrize(
-    "expected",
+    "launched",
     [[(), ()], [(0,), ()], [(0, 1), (0, 1)], [(), (1,)], [(1,), (0,)]],
     ids=str,
 )
-def test_what_was_expected_or_written_is_on_every_rank(run_threads, make_buckets, expected):
-    def serve(group):
-        params = make_params(group.rank)
-        buckets = make_buckets(params, OWNERS, world_size=2, bucket_nbytes=16)
-        assert [bucket.plan.params for bucket in buckets] == [(0, 1), (2, 3)]
-        update = ShardUpdate(group.rank, buckets, by_index(params))
-        update.run(lambda: fill((0, 0), (1, 3))(group.rank, params))
-        update.finish(group, expected=expected, doing="step()")
-        return [params[0][0].item(), params[3][0].item()]
-
-    run = run_threads(2, serve)
-    assert (run.texts, run.results) == (["", ""], [[99.0, 99.0]] * 2)
-    assert run.num_left_over == 0
+def test_what_was_launched_or_written_is_on_every_rank(run_launched, launched):
+    run = run_launched(launched, fill((0, 0), (1, 3)))
+    assert [(values[0], values[3]) for values in run.results] == [(99.0, 99.0)] * 2
+    assert (run.texts, run.num_left_over) == (["", ""], 0)
 
 
-def test_what_was_expected_travels_once_and_is_not_reported(run_threads, make_buckets):
-    def serve(group):
-        params = make_params(group.rank)
-        [bucket] = make_buckets(params, OWNERS, world_size=2, bucket_nbytes=99)
-        update = ShardUpdate(group.rank, [bucket], by_index(params))
-        update.run(lambda: fill((0, 0), (1, 1))(group.rank, params))
-        update.finish(group, expected=[(0, 1)], doing="step()")
-
-    run = run_threads(2, serve)
-    assert sorted((m.src, m.numel) for m in run.world.messages) == [(0, 4), (1, 4)]
+def test_what_was_launched_travels_once_and_is_not_reported(run_launched):
+    run = run_launched([(0, 1), ()], fill((0, 0), (1, 1)))
+    assert sorted((m.src, m.numel) for m in run.world.messages) == [(0, 2), (1, 2)]
 
 
-def test_what_was_expected_travels_even_if_it_was_not_written(run_threads, make_buckets):
-    def serve(group):
-        params = make_params(group.rank)
-        [bucket] = make_buckets(params, OWNERS, world_size=2, bucket_nbytes=99)
-        ShardUpdate(group.rank, [bucket], by_index(params)).finish(
-            group, expected=[(1,)], doing="step()"
-        )
-        return params[1][0].item()
-
-    run = run_threads(2, serve)
-    assert ([m.src for m in run.world.messages], run.results) == ([1], [11.0, 11.0])
+def test_what_was_launched_travels_even_if_it_was_not_written(run_launched):
+    run = run_launched([(1,), ()])
+    assert ([m.src for m in run.world.messages], run.results[0][1]) == ([1], 11.0)
 
 
-def test_an_error_is_reported_where_everything_was_expected(run_threads, make_buckets):
-    def serve(group):
-        params = make_params(group.rank)
-        [bucket] = make_buckets(params, OWNERS, world_size=2, bucket_nbytes=99)
-        update = ShardUpdate(group.rank, [bucket], by_index(params))
-        update.run(lambda: failing_after_a_write(group.rank, params))
-        update.finish(group, expected=[(0, 1)], doing="step()")
-
-    run = run_threads(2, serve)
+def test_an_error_is_reported_where_everything_was_launched(run_launched):
+    run = run_launched([(0, 1), (0, 1)], failing_after_a_write)
     assert run.texts == [
         "RemoteRankError: step() failed on another rank; rank 1: ValueError: odd",
         "ValueError: odd",
     ]
 
 
-def test_ranks_expect_a_list_per_bucket(lone_update):
+def test_there_is_a_list_of_what_was_launched_for_every_bucket(lone_update, lone_buckets):
     with pytest.raises(ValueError, match="zip"):
-        lone_update[0].finish(LoneRank(), expected=[], doing="step()")
+        finish(lone_update[0], LoneRank(), lone_buckets[1], launched=[])
 
 
-# --- only_params ----------------------------------------------------------------------------------
+def test_what_was_launched_may_still_travel_after_finish(run_threads, make_buckets):
+    def serve(group):
+        params = make_params(group.rank)
+        buckets = make_buckets(params, OWNERS, world_size=2)
+        touched = []
+        exchange = Exchange(group, buckets, is_bounded=False, touch=touched.append)
+        update = ShardUpdate(group.rank, buckets, by_index(params))
+        update.run(lambda: fill((0, 0))(group.rank, params))
+        update.finish(group, exchange, launched=[()] * len(buckets), doing="step()")
+        before = list(touched)
+        exchange.drain()
+        return before, touched
+
+    assert run_threads(2, serve).results == [([], [0])] * 2
 
 
-@pytest.fixture
-def groups():
-    params = [torch.zeros(1) for _ in range(4)]
-    return [
-        {"params": params[:2], "param_names": ["a", "b"], "lr": 0.1},
-        {"params": params[2:], "lr": 0.2},
-    ]
+def test_nothing_travels_any_more_once_an_error_is_raised(run_threads, make_buckets):
+    def serve(group):
+        params = make_params(group.rank)
+        buckets = make_buckets(params, OWNERS, world_size=2)
+        touched = []
+        exchange = Exchange(group, buckets, is_bounded=False, touch=touched.append)
+        update = ShardUpdate(group.rank, buckets, by_index(params))
+        update.run(lambda: failing_after_a_write(group.rank, params))
+        with pytest.raises((ValueError, RuntimeError)):
+            update.finish(group, exchange, launched=[()] * len(buckets), doing="step()")
+        return touched, params[1][0].item()
+
+    run = run_threads(2, serve)
+    assert (run.texts, run.results) == (["", ""], [([0], 99.0)] * 2)
 
 
-def chosen(*params):
-    return {id(param): param for param in params}
+# --- several runs ---------------------------------------------------------------------------------
 
 
-def test_groups_hold_only_the_chosen_params_inside_the_block(groups):
-    b, c = groups[0]["params"][1], groups[1]["params"][0]
-    with only_params(groups, chosen(b, c)):
-        assert [[id(p) for p in group["params"]] for group in groups] == [[id(b)], [id(c)]]
+def test_what_several_runs_wrote_is_on_every_rank(run_threads, make_buckets):
+    def serve(group):
+        params = make_params(group.rank)
+        buckets = make_buckets(params, OWNERS, world_size=2)
+        update = ShardUpdate(group.rank, buckets, by_index(params))
+        for number, param in enumerate(params):
+            if OWNERS[number] == group.rank:
+                update.run(lambda param=param: param.add_(100.0), [param])
+        finish(update, group, buckets)
+        return [param[0].item() for param in params]
+
+    assert run_threads(2, serve).results == [[100.0, 111.0, 102.0, 113.0]] * 2
 
 
-def test_names_follow_their_params_inside_the_block(groups):
-    with only_params(groups, chosen(groups[0]["params"][1])):
-        assert groups[0]["param_names"] == ["b"]
+def test_gradients_of_every_run_count(run_threads, make_buckets):
+    """Of each run's tensors, those that had a gradient when it began."""
+
+    def serve(group):
+        params = make_params(group.rank)
+        buckets = make_buckets(params, OWNERS, world_size=2)
+        update = ShardUpdate(group.rank, buckets, by_index(params))
+        for param in params:
+            param.grad = torch.ones(2)
+            update.run(lambda: None, [param])
+            param.grad = None
+        finish(update, group, buckets)
+
+    run = run_threads(2, serve)
+    assert sorted(message.src for message in run.world.messages) == [0, 0, 1, 1]
 
 
-def test_no_names_are_invented_inside_the_block(groups):
-    with only_params(groups, chosen()):
-        assert "param_names" not in groups[1]
+def test_a_run_that_fails_keeps_what_earlier_runs_wrote(run_threads, make_buckets):
+    values = [None, None]
 
+    def serve(group):
+        params = make_params(group.rank)
+        buckets = make_buckets(params, OWNERS, world_size=2)
+        update = ShardUpdate(group.rank, buckets, by_index(params))
+        update.run(lambda: fill((1, 1))(group.rank, params))
+        update.run(fail if group.rank == 1 else lambda: None)
+        update.run(lambda: fill((0, 2), (1, 3))(group.rank, params))
+        try:
+            finish(update, group, buckets)
+        finally:
+            values[group.rank] = [param[0].item() for param in params]
 
-def test_the_lists_of_the_groups_are_back_after_the_block(groups):
-    lists = [group["params"] for group in groups]
-    with only_params(groups, chosen()):
-        pass
-    assert [g["params"] is kept for g, kept in zip(groups, lists, strict=True)] == [True, True]
-
-
-def test_the_groups_are_as_before_after_an_exception(groups):
-    before = [dict(group) for group in groups]
-    with pytest.raises(ValueError, match="odd"):
-        with only_params(groups, chosen()):
-            raise ValueError("odd")
-    assert [list(map(id, g.values())) for g in groups] == [
-        list(map(id, g.values())) for g in before
-    ]
-
-
-def test_options_written_inside_the_block_stay(groups):
-    with only_params(groups, chosen()):
-        groups[1]["lr"] = 0.5
-    assert groups[1]["lr"] == 0.5
+    run = run_threads(2, serve)
+    assert run.texts[1] == "ValueError: odd"
+    assert values == [[0.0, 99.0, 99.0, 3.0], [10.0, 99.0, 99.0, 13.0]]

@@ -21,7 +21,7 @@ class GradientBucket:
 
     Note [Scaling]: averages are sums of gradients that were scaled by 1/N while they were copied, as DDP rounds. A bucket
     of one parameter is sent from the gradient's own memory, without a copy, and its sum is scaled instead, where that
-    is the same to the bit: N a power of two, and a dtype that does not overflow first.
+    is the same to the bit: N a power of two, a dtype that does not overflow first, and no subnormal numbers.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class GradientBucket:
 
         The gradient's memory may be kept, and changed, until ``release``.
         """
+        gradient = gradient.detach()
         factor = 1.0 if self.scales_sum else self._factor
         if param in self._filled:
             self._filled[param].add_(gradient, alpha=factor)

@@ -52,7 +52,7 @@ class OwnedSection:
             slot.param: self._tensor(slot, make_param) for slot in self._section.slots
         }
         self._seen: dict[int, tuple[int, int]] = {}
-        if self.masters is not None:
+        if self.masters is not None and self.tensors:
             self._copy_all(self._pieces(), self._values())
         self.note()
 
@@ -84,7 +84,7 @@ class OwnedSection:
 
     def write_back(self) -> None:
         """Round master weights into the parameters."""
-        if self.masters is not None:
+        if self.masters is not None and self.tensors:
             self._copy_all(self._values(), self._pieces())
 
     def note(self) -> None:

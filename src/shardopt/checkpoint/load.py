@@ -77,7 +77,7 @@ def validate(
         if isinstance(entry, Mapping):
             for key, value in entry.items():
                 live = live_state.get(index, {}).get(key)
-                if knows_keys or live is not None:
+                if knows_keys or live is not None or key == MASTER_KEY:
                     _require_shape(specs[index], key, value, live)
 
 

@@ -231,7 +231,11 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor | None:
     """The flat tensor that equal tensors make up, if they lie side by side in memory in this order."""
     first, numel = tensors[0], tensors[0].numel()
     nbytes = numel * first.element_size()
+    memory = first.untyped_storage().data_ptr()
     for position, tensor in enumerate(tensors):
-        if tensor.numel() != numel or tensor.data_ptr() != first.data_ptr() + position * nbytes:
+        is_next = tensor.data_ptr() == first.data_ptr() + position * nbytes
+        if tensor.numel() != numel or not is_next:
             return None
+        if tensor.untyped_storage().data_ptr() != memory:
+            return None  # allocations that happen to touch
     return first.as_strided((len(tensors) * numel,), (1,), first.storage_offset())

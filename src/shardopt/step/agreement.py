@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardopt.collectives import Group, digest, option_facts, raise_as_settled, require_equal
+from shardopt.errors import RankMismatchError
 from shardopt.step.flags import pack_flags, ranks_by_flag, unpack_flags
 
 
@@ -50,7 +51,8 @@ def agree(
         updates: For each bucket whether this rank has a gradient for something in its section.
         facts: What is compared beside the options.
         extra: Further ints for the other ranks, equally many on each.
-        on_extra: Told of those of every member, before anything is raised. Collective.
+        on_extra: Told of those of every member, before anything is raised. Collective. May raise ``RankMismatchError`` on
+            every rank.
 
     Raises:
         Exception: As ``settle``, where ``error`` is set on any rank.
@@ -62,10 +64,16 @@ def agree(
         [int(error is not None), int(skip), int(is_joined), mine, *pack_flags(updates), *extra]
     )
     words = [theirs[: len(theirs) - len(extra)] for theirs in everything]
+    mismatch: RankMismatchError | None = None
     if on_extra is not None:
-        on_extra([theirs[len(theirs) - len(extra) :] for theirs in everything])
+        try:
+            on_extra([theirs[len(theirs) - len(extra) :] for theirs in everything])
+        except RankMismatchError as raised:  # on every rank; may follow from another rank's error
+            mismatch = raised
     if any(failed for failed, *_ in words):
         raise_as_settled(group, error, doing="preparing the step")
+    if mismatch is not None:
+        raise mismatch
     active = tuple(rank for rank, (_, _, joined, *_) in enumerate(words) if not joined)
     if len({words[rank][3] for rank in active}) > 1:
         require_equal(

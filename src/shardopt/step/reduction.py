@@ -177,15 +177,20 @@ class GradientReducer:
         release = bucket.take_memory()
         out = bucket.shard.narrow(0, 0, parts[self._group.rank].numel())
         adds = number in self._holding
-        self._holding.add(number)
         if number in self._replicated and not self._group.is_first_replica:
             bucket.shard.zero_()  # what all replicas have is to count once
         self._replicated.discard(number)
         num = self._group.num_scratch(out.device.type, adds=adds, casts=bucket.casts)
         scratch, release_scratch = bucket.scratch(num, out.numel())
-        pending = self._group.reduce_scatter(
-            parts, out=out, scratch=scratch, scale=bucket.sum_scale, adds=adds
-        )
+        try:
+            pending = self._group.reduce_scatter(
+                parts, out=out, scratch=scratch, scale=bucket.sum_scale, adds=adds
+            )
+        except BaseException:
+            release()
+            release_scratch()
+            raise
+        self._holding.add(number)
 
         def finish() -> None:
             try:
