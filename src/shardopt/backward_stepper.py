@@ -99,7 +99,9 @@ class BackwardStepper:
         while self._queue:
             self._update_oldest()
         early = [number for number, ranks in enumerate(self._launched) if ranks]
-        self._intake.settle(self._group.all_gather_ints(self._intake.words()))
+        words = self._group.all_gather_ints(self._intake.words())
+        self._require_early(early, self._intake.reducer.is_left(words))
+        self._intake.settle(words)
         if self._update is not None:
             try:
                 self._update_late(early)
@@ -114,6 +116,16 @@ class BackwardStepper:
                 self._failure = raised
         self._update = None
         self._num_unconfirmed += 1
+
+    def _require_early(self, early: Sequence[int], is_left: Sequence[bool]) -> None:
+        """Note a failure, on every rank, if a bucket was updated without all of its gradients."""
+        for number in early:
+            for param in self._shards.buckets[number].plan.params:
+                if is_left[param]:
+                    self._failure = OverlapError(
+                        f"{self._shards.specs[param].label}: a gradient came after its bucket was updated in backward, from "
+                        "a second use in reentrant checkpoints, say; use use_reentrant=False, or step_in_backward=False"
+                    )
 
     def _update_late(self, early: Sequence[int]) -> None:
         """Update buckets that nobody had a gradient for in the last step, but somebody has now."""

@@ -164,17 +164,39 @@ def test_state_moves_between_granularities_and_world_sizes(name: str) -> None:
         assert_equal(state, plain.state_dict())
 
 
-@run_ranks(2)
-def test_an_optimizer_not_known_to_be_elementwise_is_refused_by_name() -> None:
-    class Mine(torch.optim.SGD):
-        pass
+class _Mine(torch.optim.SGD):
+    pass
 
-    for optimizer_class in (torch.optim.Adafactor, torch.optim.Muon, Mine):
-        texts = raises_everywhere(
-            lambda c=optimizer_class: by_element([nn.Parameter(torch.ones(4, 4))], c)
-        )
-        assert all("is not known to update every element on its own" in t for t in texts)
-        assert all("use Sharding(granularity='parameter')" in t for t in texts)
+
+@run_ranks(2)
+def test_an_optimizer_not_known_to_be_elementwise_is_refused_by_name_unless_vouched_for() -> None:
+    vouched = Sharding(granularity="element", elementwise=True)
+    texts = raises_everywhere(lambda: by_element([nn.Parameter(torch.ones(4, 4))], _Mine))
+    assert all("_Mine is not known to update every element on its own" in t for t in texts)
+    assert all("use granularity='parameter', or vouch for it with " in t for t in texts)
+    assert all("Sharding(elementwise=True)" in t for t in texts)
+    reference, model = ddp(make_model()), ddp(make_model())
+    plain = _Mine(reference.parameters(), lr=0.1, momentum=0.9)
+    zero = by_element(model.parameters(), _Mine, lr=0.1, momentum=0.9, sharding=vouched)
+    train(reference, plain, range(3))
+    train(model, zero, range(3))
+    assert_same_params(model, reference)
+    assert_equal(full_state_dict(zero), plain.state_dict())
+
+
+@run_ranks(2)
+def test_an_optimizer_known_to_look_at_whole_params_is_refused_even_if_vouched_for() -> None:
+    for optimizer_class in (torch.optim.Adafactor, torch.optim.Muon):
+        for elementwise in (False, True):
+            sharding = Sharding(granularity="element", elementwise=elementwise)
+            texts = raises_everywhere(
+                lambda c=optimizer_class, s=sharding: by_element(
+                    [nn.Parameter(torch.ones(4, 4))], c, sharding=s
+                )
+            )
+            name = optimizer_class.__name__
+            assert all(f"{name} looks at whole parameters" in t for t in texts)
+            assert all(t.endswith("use granularity='parameter'") for t in texts)
 
 
 @run_ranks(2)

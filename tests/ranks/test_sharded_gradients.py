@@ -13,6 +13,13 @@ from torch.distributed.algorithms.join import Join
 
 from shardopt import Sharding
 from shardopt.testing import run_ranks
+from tests.ranks.averaging import (
+    POLICIES,
+    average,
+    average_in_rank_order,
+    train_sharded,
+    train_unsharded,
+)
 from tests.ranks.test_equality import OPTIMIZERS
 from tests.ranks.traffic import counted
 from tests.ranks.training import (
@@ -28,44 +35,6 @@ from tests.ranks.training import (
     sharded,
     train,
 )
-
-POLICIES = {
-    "by parameter": ({"sharding": Sharding(gradients=True)}),
-    "by parameter, views": {
-        "sharding": Sharding(gradients=True),
-        "parameters_as_bucket_view": True,
-    },
-    "by element": {
-        "sharding": Sharding(gradients=True, granularity="element"),
-        "parameters_as_bucket_view": True,
-    },
-    "by element, small buckets": {
-        "sharding": Sharding(gradients=True, granularity="element", bucket_mb=0.0005),
-        "parameters_as_bucket_view": True,
-    },
-}
-
-
-def average_in_rank_order(model: nn.Module) -> None:
-    """What DDP does, with the sum taken in the order of ranks."""
-    for param in model.parameters():
-        mine = param.grad if param.grad is not None else torch.zeros_like(param)
-        everyone = [torch.empty_like(param) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine * (1.0 / dist.get_world_size()))
-        total = everyone[0]
-        for theirs in everyone[1:]:
-            total = total + theirs
-        has = torch.tensor(param.grad is not None)
-        dist.all_reduce(has, op=dist.ReduceOp.MAX)
-        param.grad = total if has else None
-
-
-def train_unsharded(model: nn.Module, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        average_in_rank_order(model)
-        optimizer.step()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -120,26 +89,99 @@ def test_replicas_start_equal_to_the_first_rank(policy: str) -> None:
     assert_equal([p.detach() for p in model.parameters()], expected)
 
 
+def _assign_gradients(model: nn.Module, step: int) -> None:
+    """Plain gradients, set by hand, of which one is missing everywhere and another one on some rank."""
+    params = list(model.parameters())
+    computed = torch.autograd.grad(loss_of(model, step), params)
+    for param, gradient in zip(params, computed, strict=True):
+        param.grad = gradient
+    params[step % 6].grad = None
+    if dist.get_rank() == step % 2:
+        params[(step + 1) % 6].grad = None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@run_ranks(1, 2, 3)
+def test_gradients_assigned_by_hand_on_some_ranks_or_on_none_equal_the_unsharded(
+    policy: str,
+) -> None:
+    reference, model = make_model(), make_model()
+    plain = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    zero = sharded(model.parameters(), torch.optim.AdamW, lr=0.01, **POLICIES[policy])
+    train_unsharded(reference, plain, range(8), _assign_gradients)
+    train_sharded(model, zero, range(8), _assign_gradients)
+    assert_same_params(model, reference)
+    assert_equal(full_state_dict(zero), plain.state_dict())
+    assert all(param.grad is None for param in model.parameters())
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @run_ranks(2, 3)
-def test_params_used_on_some_ranks_or_on_none_equal_the_unsharded(policy: str) -> None:
+def test_a_gradient_assigned_over_a_reduced_one_replaces_it_and_none_drops_it(policy: str) -> None:
     def backward(model: nn.Module, step: int) -> None:
         loss_of(model, step).backward()
         params = list(model.parameters())
-        params[step % 6].grad = None
-        if dist.get_rank() == step % 2:
-            params[(step + 1) % 6].grad = None
+        params[step % 6].grad = torch.full_like(params[step % 6], float(dist.get_rank() + 1))
+        params[(step + 1) % 6].grad = None
 
     reference, model = make_model(), make_model()
     plain = torch.optim.AdamW(reference.parameters(), lr=0.01)
     zero = sharded(model.parameters(), torch.optim.AdamW, lr=0.01, **POLICIES[policy])
-    for step in range(8):
-        plain.zero_grad()
-        backward(reference, step)
+    train_unsharded(reference, plain, range(6), backward)
+    train_sharded(model, zero, range(6), backward)
+    assert_same_params(model, reference)
+    assert_equal(full_state_dict(zero), plain.state_dict())
+
+
+def _micro_batch(model: nn.Module, step: int, micro: int) -> None:
+    model(batch(3 * step + micro)).square().mean().backward()
+
+
+@pytest.mark.parametrize("num_unsynced", [2, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+@run_ranks(1, 2, 3)
+def test_micro_batches_under_no_sync_add_up_before_one_reduction(
+    policy: str, num_unsynced: int
+) -> None:
+    """Whether the last backward stands outside of the block, and so reduces, or inside, so that ``step()`` does."""
+    reference, model = make_model(), make_model()
+    plain = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    zero = sharded(model.parameters(), torch.optim.AdamW, lr=0.01, **POLICIES[policy])
+    for step in range(4):
+        for micro in range(3):
+            _micro_batch(reference, step, micro)
         average_in_rank_order(reference)
         plain.step()
-        zero.zero_grad()
-        backward(model, step)
+        plain.zero_grad()
+        with counted() as traffic, zero.no_sync():
+            for micro in range(num_unsynced):
+                _micro_batch(model, step, micro)
+        assert not traffic.messages
+        for micro in range(num_unsynced, 3):
+            _micro_batch(model, step, micro)
+        zero.step()
+    assert_same_params(model, reference)
+    assert_equal(full_state_dict(zero), plain.state_dict())
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@run_ranks(1, 2, 3)
+def test_micro_batches_outside_of_no_sync_add_up_average_by_average(policy: str) -> None:
+    reference, model = make_model(), make_model()
+    plain = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    zero = sharded(model.parameters(), torch.optim.AdamW, lr=0.01, **POLICIES[policy])
+    for step in range(4):
+        totals = [torch.zeros_like(param) for param in reference.parameters()]
+        for micro in range(3):
+            plain.zero_grad()
+            _micro_batch(reference, step, micro)
+            for total, param in zip(totals, reference.parameters(), strict=True):
+                total += average(param.grad)
+            _micro_batch(model, step, micro)
+        for total, param in zip(totals, reference.parameters(), strict=True):
+            param.grad = total
+        plain.step()
         zero.step()
     assert_same_params(model, reference)
     assert_equal(full_state_dict(zero), plain.state_dict())
@@ -147,38 +189,25 @@ def test_params_used_on_some_ranks_or_on_none_equal_the_unsharded(policy: str) -
 
 @pytest.mark.parametrize("policy", POLICIES)
 @run_ranks(2, 3)
-def test_gradients_of_micro_batches_add_up_before_one_reduction(policy: str) -> None:
-    reference, model = make_model(), make_model()
-    plain = torch.optim.AdamW(reference.parameters(), lr=0.01)
-    zero = sharded(model.parameters(), torch.optim.AdamW, lr=0.01, **POLICIES[policy])
-    for step in range(4):
-        for trained in (reference, model):
-            for micro in range(3):
-                trained(batch(3 * step + micro)).square().mean().backward()
-        average_in_rank_order(reference)
-        plain.step()
-        plain.zero_grad()
-        zero.step()  # consumes the gradients
-    assert_same_params(model, reference)
-    assert all(param.grad is None for param in model.parameters())
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@run_ranks(2, 3)
 def test_a_step_moves_twice_the_parameters_once_around(policy: str) -> None:
-    """S * (N - 1) / N bytes of gradients out per rank, and as much for each byte of parameters that others receive."""
+    """S * (N - 1) / N bytes of gradients out per rank, and as much of parameters; in backward, or for those by hand."""
     world_size = dist.get_world_size()
     params = [nn.Parameter(torch.ones(96)) for _ in range(60 * world_size)]
     zero = sharded(params, torch.optim.SGD, **POLICIES[policy])
-    for param in params:
-        param.grad = torch.ones_like(param)
-    with counted() as traffic:
-        zero.step()
-    size = sum(param.nbytes for param in params)
-    padding = 1.34 if policy == "by element, small buckets" else 1.01
-    assert traffic.nbytes("isend") <= padding * size * (world_size - 1) / world_size
-    assert traffic.nbytes("broadcast") <= padding * size / world_size
-    assert traffic.nbytes("all_reduce") == 0
+    half = sum(param.nbytes for param in params) * (world_size - 1) // world_size
+    for by_hand in (True, False):
+        with counted() as backward:
+            if by_hand:
+                for param in params:
+                    param.grad = torch.ones_like(param)
+            else:
+                sum(param.sum() for param in params).backward()
+        with counted() as step:
+            zero.step()
+        assert backward.nbytes("isend") == (0 if by_hand else half)
+        assert step.nbytes("isend") == (2 * half if by_hand else half)
+        assert step.nbytes("broadcast", "all_reduce") == 0
+        assert backward.nbytes("broadcast", "all_reduce") == 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -198,38 +227,29 @@ def test_uneven_inputs_equal_ddp_under_the_same_join(policy: str) -> None:
         train(model, zero, range(num_inputs))
     assert_same_params(model, reference)
     assert_equal(full_state_dict(zero), plain.state_dict())
+    train_unsharded(reference, plain, range(90, 92))
+    train(model, zero, range(90, 92))  # after Join gradients are reduced in backward again
+    assert_same_params(model, reference)
 
 
-@run_ranks(2, 3)
-def test_an_inf_on_one_rank_lets_all_skip_before_it_is_averaged_in() -> None:
-    for policy in POLICIES.values():
-        model = make_model()
-        zero = sharded(model.parameters(), torch.optim.AdamW, lr=0.01, **policy)
-        before = [p.detach().clone() for p in model.parameters()]
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        scaler.scale(loss_of(model, 0)).backward()
+class _Fails(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
         if dist.get_rank() == 1:
-            next(model.parameters()).grad[0, 0] = torch.inf
-        scaler.step(zero)
-        scaler.update()
-        assert_equal([p.detach() for p in model.parameters()], before)
+            raise FloatingPointError("it went wrong")
+        return result
 
 
 @run_ranks(2, 3)
 def test_a_failing_update_leaves_equal_replicas_and_raises_everywhere() -> None:
-    class Fails(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            result = super().step(closure)
-            if dist.get_rank() == 1:
-                raise FloatingPointError("it went wrong")
-            return result
-
     model = make_model()
-    zero = sharded(model.parameters(), Fails, lr=0.1, sharding=Sharding(gradients=True))
-    loss_of(model, 0).backward()
-    texts = raises_everywhere(zero.step)
-    assert all("it went wrong" in t for t in texts)
-    assert_replicas_equal(model.parameters())
+    zero = sharded(model.parameters(), _Fails, lr=0.1, sharding=Sharding(gradients=True))
+    for step in range(2):
+        loss_of(model, step).backward()
+        texts = raises_everywhere(zero.step)
+        assert all("it went wrong" in t for t in texts)
+        assert_replicas_equal(model.parameters())
+        assert all(param.grad is None for param in model.parameters())
 
 
 @run_ranks(2)
@@ -241,136 +261,28 @@ def test_a_sparse_gradient_is_refused_on_every_rank() -> None:
     assert all("param 0: its gradient is sparse" in t for t in texts)
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
-@pytest.mark.parametrize("policy", POLICIES)
-@run_ranks(1, 2, 3)
-def test_clipping_equals_the_unsharded_and_returns_the_same_norm_on_all_ranks(
-    policy: str, norm_type: float
-) -> None:
-    """Whole parameters: to the bit. Parts: norms are summed in another order, over fewer than 300 elements; each of
-    at most 300 additions rounds by at most half a unit, so 300 eps bounds the relative error of a sum of powers, and
-    with it that of the norm and of a step taken with it."""
-    reference, model = make_model(), make_model()
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-    zero = sharded(model.parameters(), torch.optim.SGD, lr=0.1, **POLICIES[policy])
-    for step in range(3):
-        plain.zero_grad()
-        loss_of(reference, step).backward()
-        average_in_rank_order(reference)
-        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01, norm_type)
-        plain.step()
-        zero.zero_grad()
-        loss_of(model, step).backward()
-        norm = zero.clip_grad_norm_(0.01, norm_type)
-        zero.step()
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, norm)
-        assert_equal(everyone, [everyone[0]] * dist.get_world_size())
-        if "element" in policy:
-            bound = 300 * torch.finfo(torch.float32).eps
-            torch.testing.assert_close(norm, expected, rtol=bound, atol=0)
-            for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-                torch.testing.assert_close(param, other, rtol=0, atol=3 * bound * 0.1 * 0.01)
-        else:
-            assert_equal(norm, expected)
-            assert_same_params(model, reference)
-
-
-@run_ranks(2, 3)
-def test_clipping_with_unused_params_equals_the_unsharded_to_the_bit() -> None:
-    reference, model = make_model(), make_model()
-    zero = sharded(model.parameters(), torch.optim.SGD, lr=0.1, sharding=Sharding(gradients=True))
-    for trained in (reference, model):
-        loss_of(trained, 0).backward()
-        list(trained.parameters())[1].grad = None
-    average_in_rank_order(reference)
-    assert_equal(zero.clip_grad_norm_(0.01), nn.utils.clip_grad_norm_(reference.parameters(), 0.01))
-
-
-@run_ranks(1, 2)
-def test_clipping_without_sharded_gradients_is_the_frameworks_own() -> None:
-    reference, model = ddp(make_model()), ddp(make_model())
-    zero = sharded(model.parameters(), torch.optim.SGD, lr=0.1)
-    loss_of(reference, 0).backward()
-    loss_of(model, 0).backward()
-    assert_equal(zero.clip_grad_norm_(0.01), nn.utils.clip_grad_norm_(reference.parameters(), 0.01))
-    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        assert_equal(param.grad, other.grad)
-
-
-@run_ranks(1, 2, 3)
-def test_a_norm_that_is_not_finite_raises_on_every_rank_if_asked_to() -> None:
-    model = make_model()
-    zero = sharded(model.parameters(), torch.optim.SGD, lr=0.1, sharding=Sharding(gradients=True))
-    loss_of(model, 0).backward()
-    if dist.get_rank() == 0:
-        next(model.parameters()).grad[0, 0] = torch.inf
-    texts = raises_everywhere(lambda: zero.clip_grad_norm_(1.0, error_if_nonfinite=True))
-    assert all(
-        "RuntimeError: the total norm of order 2.0 of the gradients is inf" in t for t in texts
-    )
-
-
-@run_ranks(2, 3)
-def test_a_backward_between_clipping_and_step_raises_on_every_rank() -> None:
-    model = make_model()
-    zero = sharded(model.parameters(), torch.optim.SGD, lr=0.1, sharding=Sharding(gradients=True))
-    loss_of(model, 0).backward()
-    zero.clip_grad_norm_(1.0)
-    loss_of(model, 1).backward()
-    texts = raises_everywhere(zero.step)
-    assert all("a backward added to its gradient after clip_grad_norm_()" in t for t in texts)
-    zero.zero_grad()
-    loss_of(model, 1).backward()
-    zero.step()
-
-
 @run_ranks(2)
-def test_clipping_after_unscaling_equals_the_unsharded() -> None:
-    def run(model: nn.Module, optimizer: Any, clip: Any) -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-        for step in range(3):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, step)).backward()
-            scaler.unscale_(optimizer)
-            clip()
-            scaler.step(optimizer)
-            scaler.update()
-
-    reference, model = ddp(make_model()), make_model()
-    plain = torch.optim.AdamW(reference.parameters(), lr=0.01)
-    zero = sharded(
-        model.parameters(), torch.optim.AdamW, lr=0.01, sharding=Sharding(gradients=True)
-    )
-    run(reference, plain, lambda: nn.utils.clip_grad_norm_(reference.parameters(), 0.01))
-    run(model, zero, lambda: zero.clip_grad_norm_(0.01))
-    assert_same_params(model, reference.module)
+def test_no_sync_is_refused_where_the_optimizer_does_not_reduce() -> None:
+    zero = sharded(make_model().parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(RuntimeError, match="use that of DDP"), zero.no_sync():
+        pass
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@run_ranks(2, 3)
-def test_training_goes_on_rightly_after_an_inf_on_one_rank_parted_the_scales(fused: bool) -> None:
-    """Scales are powers of two, so scaling and dividing round nothing."""
-    reference, model = make_model(), make_model()
-    plain = torch.optim.AdamW(reference.parameters(), lr=0.01, fused=fused)
-    zero = sharded(
-        model.parameters(),
-        torch.optim.AdamW,
-        lr=0.01,
-        fused=fused,
-        sharding=Sharding(gradients=True),
-    )
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=2)
-    for step in range(6):
-        if step != 1:
-            train_unsharded(reference, plain, range(step, step + 1))
-        zero.zero_grad()
-        scaler.scale(loss_of(model, step)).backward()
-        if step == 1 and dist.get_rank() == 0:
-            next(model.parameters()).grad.fill_(torch.inf)
-        scaler.step(zero)
-        scaler.update()
-    scales: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(scales, scaler.get_scale())
-    assert len(set(scales)) > 1
-    assert_same_params(model, reference)
+@run_ranks(1, 2, 3)
+def test_a_closure_runs_backward_once_and_its_gradients_are_averaged() -> None:
+    reference = make_model()
+    train_unsharded(reference, torch.optim.AdamW(reference.parameters(), lr=0.01), range(4))
+    for policy in POLICIES.values():
+        model, steps = make_model(), []
+        zero = sharded(model.parameters(), torch.optim.AdamW, lr=0.01, **policy)
+
+        def closure(model: nn.Module = model, zero: Any = zero, steps: Any = steps) -> Any:
+            zero.zero_grad()
+            loss = loss_of(model, len(steps))
+            steps.append(loss)
+            loss.backward()
+            return loss
+
+        losses = [zero.step(closure) for _ in range(4)]
+        assert all(loss is step for loss, step in zip(losses, steps, strict=True))
+        assert_same_params(model, reference)

@@ -1,4 +1,4 @@
-"""How many collectives a step takes, and how many bytes."""
+"""How many messages and collectives a step takes, and how many bytes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ def _total(nbytes: int) -> int:
 
 
 @run_ranks(2, 3)
-def test_300_small_params_take_one_broadcast_per_rank() -> None:
+def test_300_small_params_take_one_message_per_receiver() -> None:
+    num_peers = dist.get_world_size() - 1
     for view in (False, True):
         zero = sharded(_params(300, 64), torch.optim.SGD, parameters_as_bucket_view=view)
         with counted() as traffic:
             zero.step()
-        assert traffic.num_broadcasts == dist.get_world_size()
-        assert traffic.count("broadcast") == 1
+        assert traffic.count("isend") == traffic.count("irecv") == num_peers
+        assert traffic.num_broadcasts == traffic.count("all_reduce") == 0
         assert traffic.count("all_gather") == 2
         assert traffic.count("all_gather_object") == 0
 
@@ -47,14 +48,13 @@ def test_a_step_sends_each_byte_once_from_its_owner() -> None:
         with counted() as traffic:
             zero.step()
         size = sum(param.nbytes for param in params)
-        assert _total(traffic.nbytes("broadcast")) == size
-        assert (
-            traffic.nbytes("broadcast") * (world_size - 1) == size * (world_size - 1) // world_size
-        )
+        assert _total(traffic.nbytes("isend")) == size * (world_size - 1)
+        assert traffic.nbytes("isend") == size * (world_size - 1) // world_size
+        assert traffic.nbytes("irecv") == size * (world_size - 1) // world_size
 
 
 @run_ranks(2, 3)
-def test_a_bucket_takes_at_most_one_collective_per_rank() -> None:
+def test_a_bucket_takes_at_most_one_message_per_receiver() -> None:
     world_size = dist.get_world_size()
     for view in (False, True):
         params = _params(40 * world_size, 1024)
@@ -63,8 +63,8 @@ def test_a_bucket_takes_at_most_one_collective_per_rank() -> None:
         with counted() as traffic:
             zero.step()
         num_buckets = 4
-        assert traffic.num_broadcasts == num_buckets * world_size
-        assert all(n <= 10 * 4096 for kind, n in traffic.messages if kind == "broadcast")
+        assert traffic.count("isend") == num_buckets * (world_size - 1)
+        assert all(n <= 10 * 4096 for kind, n in traffic.messages if kind == "isend")
 
 
 @run_ranks(2, 3)
@@ -76,15 +76,16 @@ def test_what_was_not_updated_is_not_sent() -> None:
             param.grad = None
         with counted() as traffic:
             zero.step()
-        assert traffic.num_broadcasts == 0
+        assert traffic.count("isend") == traffic.num_broadcasts == 0
         params[0].grad = torch.ones_like(params[0])
         with counted() as traffic:
             zero.step()
-        assert traffic.num_broadcasts == 1
+        assert _total(traffic.count("isend")) == dist.get_world_size() - 1
+        assert traffic.num_broadcasts == 0
 
 
 @run_ranks(2, 3)
-def test_mixed_dtypes_take_one_broadcast_per_rank_and_dtype() -> None:
+def test_mixed_dtypes_take_one_message_per_receiver_and_dtype() -> None:
     params = [
         nn.Parameter(torch.ones(32, dtype=d))
         for d in (torch.float32, torch.bfloat16)
@@ -95,7 +96,7 @@ def test_mixed_dtypes_take_one_broadcast_per_rank_and_dtype() -> None:
     zero = sharded(params, torch.optim.SGD)
     with counted() as traffic:
         zero.step()
-    assert traffic.num_broadcasts == 2 * dist.get_world_size()
+    assert traffic.count("isend") == 2 * (dist.get_world_size() - 1)
 
 
 @run_ranks(1)
@@ -105,6 +106,29 @@ def test_one_rank_sends_nothing() -> None:
         zero.step()
         zero.consolidate_state_dict()
     assert traffic.messages == []
+    assert traffic.num_broadcasts == 0
+
+
+@run_ranks(2, 3)
+def test_gradients_and_params_take_one_message_each_per_bucket_and_receiver() -> None:
+    """With 10 params of each rank in each of 4 buckets; plus two small gathers, in whose words gradients are settled."""
+    world_size = dist.get_world_size()
+    for granularity in ("parameter", "element"):
+        params = [nn.Parameter(torch.ones(1024)) for _ in range(40 * world_size)]
+        sharding = Sharding(
+            gradients=True, granularity=granularity, bucket_mb=10 * world_size * 4096 / 2**20
+        )
+        zero = sharded(params, torch.optim.SGD, sharding=sharding, parameters_as_bucket_view=True)
+        with counted() as backward:
+            sum(param.sum() for param in params).backward()
+        with counted() as step:
+            zero.step()
+        for traffic in (backward, step):
+            assert traffic.count("isend") == traffic.count("irecv") == 4 * (world_size - 1)
+            assert traffic.nbytes("isend") == 40 * 4096 * (world_size - 1)
+            assert traffic.num_broadcasts == traffic.count("all_reduce") == 0
+        assert backward.count("all_gather") == 0
+        assert step.count("all_gather") == 2
 
 
 @run_ranks(2, 3)

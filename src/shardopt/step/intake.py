@@ -159,18 +159,25 @@ class GradientIntake:
     def _close(self) -> None:
         with self._lock:
             if self.reducer.is_open:
-                reduced = self.reducer.close(self._take_carried)
+                reduced = self.reducer.close(self._take_late)
                 if self.driver is not None:
                     self.driver.closed()
                 for index in reduced:
                     if self._params[index].requires_grad:
                         self._show(index)
 
-    def _take_carried(self, index: int) -> Tensor | None:
-        """A gradient that waits since before this backward, which has not reached its parameter."""
+    def _take_late(self, index: int) -> Tensor | None:
+        """A gradient that has not come by ``after``: it waits since before, or its parameter is not watched yet."""
         if index in self._shown:
             self._check(index)
-        return self._carried.pop(index, None)
+        if index in self._carried or index in self._shown:
+            return self._carried.pop(index, None)
+        param = self._params[index]
+        gradient = param.grad
+        if gradient is None or gradient.is_sparse:
+            return None
+        param.grad = None
+        return gradient
 
     def _carry(self, index: int, gradient: Tensor) -> None:
         self._carried[index] = gradient

@@ -208,6 +208,12 @@ class GradientReducer:
         present = [p in self._present for p in range(len(self._params))]
         return [self.num_rounds, self.num_dropped, *pack_flags(present), *pack_flags(left)]
 
+    def is_left(self, words: Sequence[Sequence[int]]) -> list[bool]:
+        """For each parameter whether any member has a gradient that no round has taken."""
+        num_ints = len(pack_flags([False] * len(self._params)))
+        flags = [unpack_flags(theirs[2 + num_ints :], len(self._params)) for theirs in words]
+        return [any(of_members) for of_members in zip(*flags, strict=True)]
+
     def settle(self, words: Sequence[Sequence[int]], gradients: Mapping[int, Tensor]) -> list[bool]:
         """Bring all ranks to the same rounds and reduce what is left. Collective.
 
@@ -224,11 +230,10 @@ class GradientReducer:
         num_params = len(self._params)
         num_ints = len(pack_flags([False] * num_params))
         present = [unpack_flags(theirs[2 : 2 + num_ints], num_params) for theirs in words]
-        left = [unpack_flags(theirs[2 + num_ints :], num_params) for theirs in words]
         while self.num_rounds < max(theirs[0] for theirs in words):
             self.open()
             self.close(lambda param: None)
-        is_left = [any(flags) for flags in zip(*left, strict=True)]
+        is_left = self.is_left(words)
         for number in self._backward_order():
             if any(is_left[p] for p in self._buckets[number].plan.params):
                 self._add_and_launch(number, gradients)
