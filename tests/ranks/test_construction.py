@@ -226,9 +226,10 @@ def test_a_group_without_this_rank_is_refused_where_it_is_no_member() -> None:
 
 
 @run_ranks(2)
-def test_a_two_dimensional_mesh_is_refused() -> None:
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "model"))
-    with pytest.raises(ValueError, match="a DeviceMesh of 2 dimensions, expected 1"):
+def test_a_mesh_of_three_dimensions_is_refused() -> None:
+    names = ("data", "model", "other")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=names)
+    with pytest.raises(ValueError, match="a DeviceMesh of 3 dimensions, expected 1, or 2"):
         sharded(_params((2,)), torch.optim.SGD, mesh)
     sharded(_params((2,)), torch.optim.SGD, mesh["data"])
 
