@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from shardopt.collectives import Pending, RankGrid, RankGroup
+from shardopt.collectives import Pending, RankGrid, RankGroup, StagingPool
 
 settings.register_profile(
     "shardopt",
@@ -171,7 +171,9 @@ class ThreadGroup:
 
     process_group = None
     is_first_replica = True
+    _host = None
     num_scratch = RankGroup.num_scratch
+    shares_memory = False
     reduce_over_replicas = RankGroup.reduce_over_replicas
     _peers = RankGroup._peers
 
@@ -185,6 +187,7 @@ class ThreadGroup:
         self.thread = self.threads[rank]
         self.world_size = self.num_members = len(self.threads)
         self.is_first = rank == 0
+        self.pool = StagingPool()
         self._num_gathers = 0
 
     def rank_of(self, member: int) -> int:

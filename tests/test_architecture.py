@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "collectives": {"errors"},
     "buffers": {"partition", "errors"},
     "step": {"partition", "collectives", "buffers", "errors"},
-    "checkpoint": {"partition", "collectives", "buffers", "errors"},
+    "checkpoint": {"partition", "collectives", "errors"},
     "join": set(),
     "frameworks": {"buffers", "collectives", "join", "step"},
     "arguments": {"frameworks", "sharding"},

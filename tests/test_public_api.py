@@ -152,6 +152,7 @@ def test_sharding_has_these_options():
         ("reduce_dtype", None),
         ("sum_dtype", None),
         ("bucket_mb", 25.0),
+        ("shared_memory", True),
         ("elementwise", False),
         ("cost", None),
     ]

@@ -62,7 +62,8 @@ def require_possible(
         )
     if overlaps and (reason := framework.reject_overlap()):
         raise ValueError(f"overlap_with_ddp=True: {reason}")
-    if overlaps and sharding != Sharding(bucket_mb=sharding.bucket_mb):
+    plain = Sharding(bucket_mb=sharding.bucket_mb, shared_memory=sharding.shared_memory)
+    if overlaps and sharding != plain:
         raise ValueError(
             f"overlap_with_ddp=True steps whole parameters in DDP's backward, so it excludes {sharding}; "
             "use overlap_with_ddp=False"

@@ -72,7 +72,8 @@ def assemble(
         is_separable: Whether the local optimizer may update some parameters now and others later.
         overlaps: Whether a DDP hook steps.
     """
-    exchange = Exchange(group, shards.buckets, is_bounded=not shards.has_views, touch=shards.touch)
+    is_staged = not shards.has_views or group.shares_memory
+    exchange = Exchange(group, shards.buckets, is_bounded=is_staged, touch=shards.touch)
     clipper = Clipper(group, shards, framework.norm, param_groups=param_groups)
     intake = None
     if sharding.gradients:

@@ -63,7 +63,8 @@ class ShardedOptimizer:
         Arguments and errors are those of the class.
         """
         self.framework.init_joinable(self)
-        self._group = self.framework.find_group(process_group)
+        shares_memory = getattr(sharding, "shared_memory", False)
+        self._group = self.framework.find_group(process_group, shares_memory=shares_memory)
         modes = {"has_views": parameters_as_bucket_view, "overlaps": overlap_with_ddp}
         self._take_granularities = partial(
             take_granularities,

@@ -12,7 +12,6 @@ from shardopt.buffers import (
     OwnedSection,
     ParamBucket,
     StagedBucket,
-    StagingPool,
     ViewedBucket,
     find_shared_memory,
     require_unchanged,
@@ -88,7 +87,6 @@ class Shards:
         self._devices: list[Any] = []
         self._framework = framework
         self._sharding = sharding
-        self._pool = StagingPool()
 
     def plan(
         self,
@@ -316,7 +314,9 @@ class Shards:
         return self._staged(bucket)
 
     def _staged(self, bucket: Bucket) -> StagedBucket:
-        return StagedBucket(bucket, self.params, pool=self._pool, copy_all=self._framework.copy_all)
+        return StagedBucket(
+            bucket, self.params, pool=self.group.pool, copy_all=self._framework.copy_all
+        )
 
     def _gradient_bucket(self, bucket: Bucket) -> GradientBucket:
         return GradientBucket(
@@ -327,7 +327,7 @@ class Shards:
             num_members=self.group.num_members,
             wire_dtype=self._sharding.reduce_dtype,
             sum_dtype=self._sharding.sum_dtype,
-            pool=self._pool,
+            pool=self.group.pool,
             scale_into=self._framework.scale_into,
         )
 
@@ -338,7 +338,7 @@ class Shards:
             self.specs,
             rank=self.group.rank,
             master_dtype=self._sharding.master_dtype,
-            pool=self._pool,
+            pool=self.group.pool,
             copy_all=self._framework.copy_all,
             make_param=self._framework.make_param,
         )

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardopt.buffers import GradientBucket, StagingPool
+from shardopt.buffers import GradientBucket
+from shardopt.collectives import StagingPool
 from shardopt.frameworks.torch import TORCH
 from shardopt.param_groups import read_specs
 from shardopt.partition import Bucket, Layout, ParamSpec, plan_element_layout, plan_layout

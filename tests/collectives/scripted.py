@@ -47,6 +47,7 @@ class Distributed:
 
     def __init__(self, rank=1):
         self.calls = []
+        self.tags = []
         self.works = []
         self.theirs = {}
         self._rank = rank
@@ -74,11 +75,13 @@ class Distributed:
         self.calls.append(("broadcast", tensor.dtype, tensor.numel(), src, group, async_op))
         return self._work()
 
-    def isend(self, tensor, *, dst, group):
+    def isend(self, tensor, *, dst, group, tag):
+        self.tags.append(tag)
         self.calls.append(("isend", tensor.dtype, tensor.numel(), dst, group))
         return self._work()
 
-    def irecv(self, tensor, *, src, group):
+    def irecv(self, tensor, *, src, group, tag):
+        self.tags.append(tag)
         self.calls.append(("irecv", tensor.dtype, tensor.numel(), src, group))
         return self._work()
 

@@ -49,18 +49,27 @@ def make_distributed(world=None):
 
 
 @pytest.fixture
-def find(monkeypatch):
+def meetings():
+    """Groups whose ranks met, with what they asked for."""
+    return []
+
+
+@pytest.fixture
+def find(monkeypatch, meetings):
     """Find a group in a framework whose world has 4 ranks, unless told otherwise."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(RankGroup, "meet", lambda group, **asked: meetings.append((group, asked)))
     default = ProcessGroup(4)
 
-    def call(process_group=None, *, world=default):
+    def call(process_group=None, *, world=default, shares_memory=True):
         return find_group(
             process_group,
             framework=None,
             distributed=make_distributed(world),
             mesh_class=Mesh,
             control_of=lambda group: group,
+            timeout_of=lambda control: 10.0 * control.world_size,
+            shares_memory=shares_memory,
         )
 
     return call
@@ -101,6 +110,20 @@ def test_a_process_group_shares_the_work(find):
     group = ProcessGroup(3, rank=2)
     found = find(group)
     assert (type(found), found.process_group, found.rank) == (RankGroup, group, 2)
+
+
+@pytest.mark.parametrize("shares_memory", [False, True])
+def test_ranks_that_share_the_work_meet(find, meetings, shares_memory):
+    found = find(shares_memory=shares_memory)
+    assert meetings == [(found, {"shares_memory": shares_memory, "timeout_s": 40.0})]
+
+
+def test_only_ranks_of_a_row_may_share_memory(find, meetings):
+    find((ProcessGroup(3), ProcessGroup(2)))
+    assert [asked for _, asked in meetings] == [
+        {"shares_memory": True, "timeout_s": 30.0},
+        {"shares_memory": False, "timeout_s": 20.0},
+    ]
 
 
 def test_a_process_group_of_one_is_a_lone_rank_that_knows_it(find):

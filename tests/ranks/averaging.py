@@ -28,6 +28,12 @@ POLICIES: dict[str, dict[str, Any]] = {
         "sharding": Sharding(gradients=True, granularity="element", bucket_mb=0.0005),
         "parameters_as_bucket_view": True,
     },
+    "by element, small buckets, over the network": {
+        "sharding": Sharding(
+            gradients=True, granularity="element", bucket_mb=0.0005, shared_memory=False
+        ),
+        "parameters_as_bucket_view": True,
+    },
 }
 
 Backward = Callable[[Any, int], Any]

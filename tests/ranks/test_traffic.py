@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,6 +11,8 @@ from shardopt import Sharding
 from shardopt.testing import run_ranks
 from tests.ranks.traffic import counted
 from tests.ranks.training import sharded
+
+TRANSPORTS = pytest.mark.parametrize("shared_memory", [True, False])
 
 
 def _params(num: int, numel: int) -> list[nn.Parameter]:
@@ -25,11 +28,17 @@ def _total(nbytes: int) -> int:
     return int(total)
 
 
+@TRANSPORTS
 @run_ranks(2, 3)
-def test_300_small_params_take_one_message_per_receiver() -> None:
+def test_300_small_params_take_one_message_per_receiver(shared_memory: bool) -> None:
     num_peers = dist.get_world_size() - 1
     for view in (False, True):
-        zero = sharded(_params(300, 64), torch.optim.SGD, parameters_as_bucket_view=view)
+        zero = sharded(
+            _params(300, 64),
+            torch.optim.SGD,
+            parameters_as_bucket_view=view,
+            sharding=Sharding(shared_memory=shared_memory),
+        )
         with counted() as traffic:
             zero.step()
         assert traffic.count("isend") == traffic.count("irecv") == num_peers
@@ -38,13 +47,15 @@ def test_300_small_params_take_one_message_per_receiver() -> None:
         assert traffic.count("all_gather_object") == 0
 
 
+@TRANSPORTS
 @run_ranks(2, 3)
-def test_a_step_sends_each_byte_once_from_its_owner() -> None:
+def test_a_step_sends_each_byte_once_from_its_owner(shared_memory: bool) -> None:
     """N - 1 peers receive each of the S bytes: S * (N - 1) / N per rank, on average over the ranks."""
     world_size = dist.get_world_size()
     for view in (False, True):
         params = _params(60 * world_size, 96)
-        zero = sharded(params, torch.optim.SGD, parameters_as_bucket_view=view)
+        sharding = Sharding(shared_memory=shared_memory)
+        zero = sharded(params, torch.optim.SGD, parameters_as_bucket_view=view, sharding=sharding)
         with counted() as traffic:
             zero.step()
         size = sum(param.nbytes for param in params)
@@ -53,12 +64,13 @@ def test_a_step_sends_each_byte_once_from_its_owner() -> None:
         assert traffic.nbytes("irecv") == size * (world_size - 1) // world_size
 
 
+@TRANSPORTS
 @run_ranks(2, 3)
-def test_a_bucket_takes_at_most_one_message_per_receiver() -> None:
+def test_a_bucket_takes_at_most_one_message_per_receiver(shared_memory: bool) -> None:
     world_size = dist.get_world_size()
     for view in (False, True):
         params = _params(40 * world_size, 1024)
-        sharding = Sharding(bucket_mb=10 * world_size * 4096 / 2**20)
+        sharding = Sharding(bucket_mb=10 * world_size * 4096 / 2**20, shared_memory=shared_memory)
         zero = sharded(params, torch.optim.SGD, parameters_as_bucket_view=view, sharding=sharding)
         with counted() as traffic:
             zero.step()
@@ -67,11 +79,13 @@ def test_a_bucket_takes_at_most_one_message_per_receiver() -> None:
         assert all(n <= 10 * 4096 for kind, n in traffic.messages if kind == "isend")
 
 
+@TRANSPORTS
 @run_ranks(2, 3)
-def test_what_was_not_updated_is_not_sent() -> None:
+def test_what_was_not_updated_is_not_sent(shared_memory: bool) -> None:
     for view in (False, True):
         params = _params(6, 50)
-        zero = sharded(params, torch.optim.SGD, parameters_as_bucket_view=view)
+        sharding = Sharding(shared_memory=shared_memory)
+        zero = sharded(params, torch.optim.SGD, parameters_as_bucket_view=view, sharding=sharding)
         for param in params:
             param.grad = None
         with counted() as traffic:
@@ -84,8 +98,9 @@ def test_what_was_not_updated_is_not_sent() -> None:
         assert traffic.num_broadcasts == 0
 
 
+@TRANSPORTS
 @run_ranks(2, 3)
-def test_mixed_dtypes_take_one_message_per_receiver_and_dtype() -> None:
+def test_mixed_dtypes_take_one_message_per_receiver_and_dtype(shared_memory: bool) -> None:
     params = [
         nn.Parameter(torch.ones(32, dtype=d))
         for d in (torch.float32, torch.bfloat16)
@@ -93,7 +108,7 @@ def test_mixed_dtypes_take_one_message_per_receiver_and_dtype() -> None:
     ]
     for param in params:
         param.grad = torch.ones_like(param)
-    zero = sharded(params, torch.optim.SGD)
+    zero = sharded(params, torch.optim.SGD, sharding=Sharding(shared_memory=shared_memory))
     with counted() as traffic:
         zero.step()
     assert traffic.count("isend") == 2 * (dist.get_world_size() - 1)
@@ -109,14 +124,20 @@ def test_one_rank_sends_nothing() -> None:
     assert traffic.num_broadcasts == 0
 
 
+@TRANSPORTS
 @run_ranks(2, 3)
-def test_gradients_and_params_take_one_message_each_per_bucket_and_receiver() -> None:
+def test_gradients_and_params_take_one_message_each_per_bucket_and_receiver(
+    shared_memory: bool,
+) -> None:
     """With 10 params of each rank in each of 4 buckets; plus two small gathers, in whose words gradients are settled."""
     world_size = dist.get_world_size()
     for granularity in ("parameter", "element"):
         params = [nn.Parameter(torch.ones(1024)) for _ in range(40 * world_size)]
         sharding = Sharding(
-            gradients=True, granularity=granularity, bucket_mb=10 * world_size * 4096 / 2**20
+            gradients=True,
+            granularity=granularity,
+            bucket_mb=10 * world_size * 4096 / 2**20,
+            shared_memory=shared_memory,
         )
         zero = sharded(params, torch.optim.SGD, sharding=sharding, parameters_as_bucket_view=True)
         with counted() as backward:

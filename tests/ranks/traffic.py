@@ -1,14 +1,19 @@
-"""Count what leaves this rank, by wrapping the functions of ``torch.distributed`` that the library calls."""
+"""Count what leaves this rank, by wrapping the functions of ``torch.distributed`` that the library calls.
+
+What is announced to a peer in shared memory counts as the message that it stands for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+
+from shardopt.collectives.host import Host
 
 
 @dataclass
@@ -43,8 +48,23 @@ def counted() -> Iterator[Traffic]:
 
         return mock.patch.object(dist, kind, counting)
 
+    def announce(host: Host, tensors: Mapping[int, Any]) -> None:
+        traffic.messages.extend(("isend", tensor.nbytes) for tensor in tensors.values())
+        originals["_announce"](host, tensors)
+
+    def expect(host: Host, like: Any, *, src: int) -> Any:
+        traffic.messages.append(("irecv", like.nbytes))
+        return originals["_expect"](host, like, src=src)
+
+    def gather(host: Host, values: Sequence[int]) -> Any:
+        traffic.messages.append(("all_gather", 8 * len(values)))
+        return originals["launch_all_gather_ints"](host, values)
+
+    counting = {"_announce": announce, "_expect": expect, "launch_all_gather_ints": gather}
+    originals = {name: getattr(Host, name) for name in counting}
     kinds = ("broadcast", "isend", "irecv", "all_gather", "all_reduce", "all_gather_object")
     patches = [wrap(kind) for kind in kinds]
+    patches += [mock.patch.object(Host, name, function) for name, function in counting.items()]
     for patch in patches:
         patch.start()
     try:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardopt.buffers import StagedBucket, StagingPool
-from shardopt.collectives import Pending
+from shardopt.buffers import StagedBucket
+from shardopt.collectives import Pending, StagingPool
 from shardopt.frameworks.torch import TORCH
 from shardopt.param_groups import read_specs
 from shardopt.partition import plan_layout

@@ -4,7 +4,8 @@ import types
 
 import torch
 
-from shardopt.buffers import GradientBucket, StagingPool
+from shardopt.buffers import GradientBucket
+from shardopt.collectives import StagingPool
 from shardopt.frameworks.torch import TORCH
 from shardopt.param_groups import read_specs
 from shardopt.partition import parts_of, plan_element_layout

@@ -11,7 +11,8 @@ from shardopt.buffers.adoption import find_shared_memory, require_unchanged
 from shardopt.buffers.bucket import OpenBucket, ParamBucket
 from shardopt.buffers.gradients import GradientBucket, ScaleInto
 from shardopt.buffers.owned import MakeParam, OwnedSection
-from shardopt.buffers.staged import CopyAll, StagedBucket, StagingPool
+from shardopt.buffers.pool import Pool
+from shardopt.buffers.staged import CopyAll, StagedBucket
 from shardopt.buffers.viewed import ViewedBucket, view_slot
 
 __all__ = [
@@ -21,9 +22,9 @@ __all__ = [
     "OpenBucket",
     "OwnedSection",
     "ParamBucket",
+    "Pool",
     "ScaleInto",
     "StagedBucket",
-    "StagingPool",
     "ViewedBucket",
     "find_shared_memory",
     "require_unchanged",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardopt.buffers.staged import StagingPool
+from shardopt.buffers.pool import Pool
 from shardopt.buffers.viewed import view_slot
 from shardopt.partition import Bucket, ParamSpec, Slot
 
@@ -34,7 +34,7 @@ class GradientBucket:
         num_members: int,
         wire_dtype: Any,
         sum_dtype: Any,
-        pool: StagingPool,
+        pool: Pool,
         scale_into: ScaleInto,
     ) -> None:
         """Bind ``plan`` to parameters; both sequences are indexed by parameter index.

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardopt.buffers.bucket import ParamBucket
-from shardopt.buffers.staged import CopyAll, StagingPool
+from shardopt.buffers.pool import Pool
+from shardopt.buffers.staged import CopyAll
 from shardopt.buffers.viewed import ViewedBucket, view_slot
 from shardopt.partition import ParamSpec, Section, Slot
 
@@ -32,7 +33,7 @@ class OwnedSection:
         *,
         rank: int,
         master_dtype: Any,
-        pool: StagingPool,
+        pool: Pool,
         copy_all: CopyAll,
         make_param: MakeParam,
     ) -> None:

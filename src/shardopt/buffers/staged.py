@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from shardopt.buffers.pool import Pool
 from shardopt.partition import Bucket, Section
 
 if TYPE_CHECKING:
@@ -14,46 +15,11 @@ CopyAll = Callable[[Sequence[Any], Sequence[Any]], None]
 """Copies each tensor of the second sequence into its twin in the first, in as few kernels as the framework can."""
 
 
-class StagingPool:
-    """Flat tensors that are taken for one bucket and given back, so that fresh memory is touched once."""
-
-    def __init__(self) -> None:
-        """Start with nothing."""
-        self._free: dict[tuple[str, str], list[Tensor]] = {}
-        self._expected: dict[tuple[str, str], int] = {}
-
-    def expect(self, numel: int, *, like: Tensor) -> None:
-        """Announce the largest size that will be taken, so that every buffer is made that large at once."""
-        kind = str(like.dtype), str(like.device)
-        self._expected[kind] = max(numel, self._expected.get(kind, 0))
-
-    def take(self, numel: int, *, like: Tensor) -> Tensor:
-        """Return a (capacity,) tensor, capacity at least ``numel``, of the dtype and device of ``like``."""
-        kind = str(like.dtype), str(like.device)
-        free = self._free.setdefault(kind, [])
-        free.sort(key=lambda tensor: tensor.numel())
-        for position, tensor in enumerate(free):
-            if tensor.numel() >= numel:
-                return free.pop(position)
-        if free:
-            free.pop()  # make room for the larger one: as many buffers are held as were ever taken at once
-        return like.detach().new_empty((max(numel, self._expected.get(kind, 0)),))
-
-    def give_back(self, tensor: Tensor) -> None:
-        """Take a tensor back that ``take`` returned."""
-        self._free[str(tensor.dtype), str(tensor.device)].append(tensor)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held for reuse."""
-        return sum(t.numel() * t.element_size() for free in self._free.values() for t in free)
-
-
 class StagedBucket:
     """A bucket whose parameters stay as they are."""
 
     def __init__(
-        self, plan: Bucket, params: Sequence[Tensor], *, pool: StagingPool, copy_all: CopyAll
+        self, plan: Bucket, params: Sequence[Tensor], *, pool: Pool, copy_all: CopyAll
     ) -> None:
         """Bind ``plan`` to parameters; ``params`` is indexed by the plan's parameter indices."""
         self.plan = plan

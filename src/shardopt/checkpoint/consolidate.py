@@ -7,7 +7,6 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from shardopt.buffers import StagingPool
 from shardopt.checkpoint.skeleton import (
     TensorSlot,
     flatten,
@@ -16,7 +15,7 @@ from shardopt.checkpoint.skeleton import (
     slots_of,
     take_tensors,
 )
-from shardopt.collectives import Finish, Group, run_windowed
+from shardopt.collectives import Finish, Group, StagingPool, run_windowed
 from shardopt.partition import Chunk, plan_chunks
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from shardopt.collectives.facts import digest, option_facts, options_of
 from shardopt.collectives.grid import RankGrid
 from shardopt.collectives.group import Group, LoneRank, Pending
 from shardopt.collectives.rank_group import RankGroup
+from shardopt.collectives.staging import StagingPool
 from shardopt.collectives.window import Finish, Window, run_windowed
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Pending",
     "RankGrid",
     "RankGroup",
+    "StagingPool",
     "Window",
     "digest",
     "option_facts",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardopt.collectives.group import Group, Pending
+from shardopt.collectives.staging import StagingPool
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +34,16 @@ class RankGrid:
     def process_group(self) -> Any:
         """The framework's process group of the row."""
         return self._row.process_group
+
+    @property
+    def pool(self) -> StagingPool:
+        """Memory of the row."""
+        return self._row.pool
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the row does."""
+        return self._row.shares_memory
 
     @property
     def is_first(self) -> bool:

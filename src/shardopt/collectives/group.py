@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from shardopt.collectives.staging import StagingPool
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -63,6 +65,14 @@ class Group(Protocol):
     @property
     def process_group(self) -> Any:
         """The framework's own process group, or None."""
+
+    @property
+    def pool(self) -> StagingPool:
+        """Memory to send from."""
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether what is sent from the CPU, and does not lie in memory of ``pool``, is copied there."""
 
     @property
     def num_members(self) -> int:
@@ -166,22 +176,40 @@ def alive(group: weakref.ref[Any]) -> Any:
     return found
 
 
-def add_up(parts: Sequence[Tensor], *, out: Tensor, scale: float, adds: bool) -> None:
+def add_up(
+    parts: Sequence[Tensor],
+    *,
+    out: Tensor,
+    scale: float,
+    adds: bool,
+    total: Tensor | None = None,
+    add: Callable[..., Any] | None = None,
+) -> None:
     """Leave ``scale`` times the sum of ``parts``, taken in their order, in ``out``, or add it to what is there.
 
-    ``parts`` may hold ``out`` itself, as its first or second entry, and are used as scratch memory where ``adds`` is set.
+    Args:
+        parts: (N,) each; only read, but for ``out`` and ``total``, which may be the first or second of them.
+        out: (N,) of their dtype or another.
+        scale: Multiplied into the sum.
+        adds: Add to what ``out`` holds.
+        total: (N,) where the sum is taken before it is added; by default in the first part.
+        add: Adds two tensors into a third, ``out``, in one pass, if the framework can.
     """
     if adds and parts[0].dtype != out.dtype:
         for part in parts:
             out.add_(part, alpha=scale)
         return
     ordered = list(parts)
-    if len(ordered) > 1 and ordered[1] is out:
-        ordered[:2] = [out, ordered[0]]  # a + b is b + a to the bit
-    total = ordered[0] if adds else out
-    if total is not ordered[0]:
+    total = out if not adds else ordered[0] if total is None else total
+    if len(ordered) > 1 and ordered[1] is total:
+        ordered[:2] = [total, ordered[0]]  # a + b is b + a to the bit
+    num_added = 1
+    if ordered[0] is not total and len(ordered) > 1 and add and ordered[0].dtype == total.dtype:
+        add(ordered[0], ordered[1], out=total)
+        num_added = 2
+    elif ordered[0] is not total:
         total.copy_(ordered[0])
-    for other in ordered[1:]:
+    for other in ordered[num_added:]:
         total.add_(other)
     if scale != 1.0:
         total.mul_(scale)
@@ -197,10 +225,12 @@ class LoneRank:
     num_members = 1
     is_first = True
     is_first_replica = True
+    shares_memory = False
 
     def __init__(self, process_group: Any = None) -> None:
         """Know the framework's group of one rank, if there is one."""
         self._process_group = None if process_group is None else weakref.ref(process_group)
+        self.pool = StagingPool()
 
     @property
     def process_group(self) -> Any:

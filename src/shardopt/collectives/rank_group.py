@@ -8,14 +8,23 @@ Elsewhere the backend's own collectives run, in place on flat tensors where sect
 
 from __future__ import annotations
 
+import logging
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardopt.collectives.group import Pending, add_up, alive
+from shardopt.collectives.host import Host
+from shardopt.collectives.staging import StagingPool
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+NUM_TAG_BYTES = 3
+"""Of a random number: groups that messages could be mixed up between are few."""
 
 
 class RankGroup:
@@ -39,9 +48,38 @@ class RankGroup:
         self._framework = framework
         self._distributed = distributed
         self._control_group = weakref.ref(control)
+        self._host: Host | None = None
+        self.pool = StagingPool()
+        self._tag = 0
         self._global_ranks = [
             int(distributed.get_global_rank(process_group, rank)) for rank in range(self.world_size)
         ]
+
+    def meet(self, *, shares_memory: bool, timeout_s: float) -> None:
+        """Agree on a tag for messages of this object, and find out whether its ranks can share memory. Collective.
+
+        Args:
+            shares_memory: Pass data through shared memory, if all ranks ask for it and run on one host.
+            timeout_s: Seconds to wait for another rank there.
+        """
+        tag = int.from_bytes(os.urandom(NUM_TAG_BYTES), "little")
+        host = self._make_host(timeout_s) if shares_memory else None
+        introductions = self.all_gather_object((tag, None if host is None else host.card))
+        self._tag = introductions[0][0]
+        cards = [card for _, card in introductions]
+        if host is None or None in cards or not host.open(cards):
+            host = None
+        can_share = self.all_gather_ints([int(host is not None)])
+        if host is not None and all(can for (can,) in can_share):
+            host.begin()
+            self._host, self.pool = host, host.pool
+
+    def _make_host(self, timeout_s: float) -> Host | None:
+        try:
+            return Host(self._framework, self.rank, self._peers, timeout_s=timeout_s)
+        except (OSError, AttributeError) as error:
+            logger.info("this system shares no memory: %s", error)
+            return None
 
     @property
     def process_group(self) -> Any:
@@ -58,6 +96,11 @@ class RankGroup:
     def num_members(self) -> int:
         """The ranks of the group."""
         return self.world_size
+
+    @property
+    def shares_memory(self) -> bool:
+        """If all ranks are on one host, and were asked to."""
+        return self._host is not None
 
     @property
     def is_first(self) -> bool:
@@ -82,6 +125,8 @@ class RankGroup:
         """Launch sends and receives on the CPU; elsewhere one all-gather in place, or a broadcast per section."""
         tensors = list(sections.values())
         if all(tensor.device.type == "cpu" for tensor in tensors):
+            if self._host is not None:
+                return self._host.all_gather(sections)
             mine = [sections[self.rank]] if self.rank in sections else []
             sends = [self.send(tensor, dst=peer) for tensor in mine for peer in self._peers]
             receives = [self.recv(sections[r], src=r) for r in self._peers if r in sections]
@@ -116,6 +161,10 @@ class RankGroup:
             return self._reduce_scatter_natively(
                 parts, out=out, scratch=scratch, scale=scale, adds=adds
             )
+        if self._host is not None:
+            return self._host.reduce_scatter(
+                parts, out=out, scratch=scratch, scale=scale, adds=adds
+            )
         spare = list(scratch)
         is_direct = not adds and out.dtype == parts[0].dtype
         received = {self.rank: parts[self.rank]}
@@ -135,6 +184,8 @@ class RankGroup:
 
     def num_scratch(self, device_type: str, *, adds: bool, casts: bool) -> int:
         """One per received part that does not go straight to its place."""
+        if self._host is not None and device_type == "cpu":
+            return self._host.num_scratch(adds=adds and not casts)
         if device_type == "cpu":
             return self.world_size - (1 if adds or casts else 2)
         return self.world_size if casts else int(adds)
@@ -177,13 +228,17 @@ class RankGroup:
     def send(self, tensor: Tensor, *, dst: int) -> Pending:
         """Launch one point-to-point send of the tensor's bytes."""
         wire = self._bytes(tensor)
-        work = self._distributed.isend(wire, dst=self._global_ranks[dst], group=self._control)
+        work = self._distributed.isend(
+            wire, dst=self._global_ranks[dst], group=self._control, tag=self._tag
+        )
         return Pending([work], [wire])
 
     def recv(self, tensor: Tensor, *, src: int) -> Pending:
         """Launch the receive that matches a ``send``."""
         wire = self._bytes(tensor)
-        work = self._distributed.irecv(wire, src=self._global_ranks[src], group=self._control)
+        work = self._distributed.irecv(
+            wire, src=self._global_ranks[src], group=self._control, tag=self._tag
+        )
         return Pending([work], [wire])
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False) -> None:
@@ -194,7 +249,9 @@ class RankGroup:
         self._distributed.all_reduce(tensor, op=operator, group=group)
 
     def launch_all_gather_ints(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
-        """Launch one all-gather of a small CPU tensor."""
+        """Launch messages on the host, or one all-gather of a small CPU tensor."""
+        if self._host is not None and self._host.can_gather_ints(len(values)):
+            return self._host.launch_all_gather_ints(values)
         mine = self._framework.tensor(list(values), dtype=self._framework.int64)
         everyone = [self._framework.empty_like(mine) for _ in range(self.world_size)]
         work = self._distributed.all_gather(everyone, mine, group=self._control, async_op=True)
@@ -207,7 +264,7 @@ class RankGroup:
         return wait
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """Run one all-gather of a small CPU tensor."""
+        """Launch it and wait."""
         return self.launch_all_gather_ints(values)()
 
     def all_gather_object(self, value: Any) -> list[Any]:

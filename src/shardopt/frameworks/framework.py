@@ -46,7 +46,7 @@ class Framework:
     name: str
     is_tensor: Callable[[Any], bool]
     copy_all: CopyAll
-    find_group: Callable[[Any], Group]
+    find_group: Callable[..., Group]
     reject_param: Callable[[Any], str | None]
     reject_overlap: Callable[[], str | None]
     reject_optimizer: Callable[[Any], str | None]

@@ -16,6 +16,8 @@ def find_group(
     distributed: Any,
     mesh_class: type,
     control_of: Callable[[Any], Any],
+    shares_memory: bool,
+    timeout_of: Callable[[Any], float],
 ) -> Group:
     """Return the sharding group that ``process_group`` stands for.
 
@@ -28,6 +30,8 @@ def find_group(
         distributed: Its ``distributed`` module.
         mesh_class: Its ``DeviceMesh``.
         control_of: Returns a group of the same ranks that serves the CPU. Collective.
+        timeout_of: Returns the seconds after which an operation of such a group fails.
+        shares_memory: Whether ranks of one host are to pass data through shared memory.
 
     Raises:
         RuntimeError: A launcher announced several processes (``WORLD_SIZE``) but ``init_process_group`` was not called;
@@ -47,7 +51,17 @@ def find_group(
         return LoneRank()
     row, column = _row_and_column(process_group, mesh_class)
     groups = [_checked_group(group, distributed) for group in (row, column) if group is not _ABSENT]
-    made = [_make(group, framework, distributed, control_of) for group in groups]
+    made = [
+        _make(
+            group,
+            framework,
+            distributed,
+            control_of,
+            timeout_of,
+            shares_memory=shares_memory and number == 0,
+        )
+        for number, group in enumerate(groups)
+    ]
     return made[0] if len(made) == 1 else RankGrid(*made)
 
 
@@ -87,10 +101,21 @@ def _checked_group(process_group: Any, distributed: Any) -> Any:
     return group
 
 
-def _make(group: Any, framework: Any, distributed: Any, control_of: Callable[[Any], Any]) -> Group:
+def _make(
+    group: Any,
+    framework: Any,
+    distributed: Any,
+    control_of: Callable[[Any], Any],
+    timeout_of: Callable[[Any], float],
+    *,
+    shares_memory: bool,
+) -> Group:
     if distributed.get_world_size(group) == 1:
         return LoneRank(group)
-    return RankGroup(framework, distributed, group, control=control_of(group))
+    control = control_of(group)
+    made = RankGroup(framework, distributed, group, control=control)
+    made.meet(shares_memory=shares_memory, timeout_s=timeout_of(control))
+    return made
 
 
 ELEMENTWISE = (

@@ -27,6 +27,9 @@ from shardopt.frameworks.shared import (
 )
 from shardopt.join import ShadowStep
 
+DEFAULT_TIMEOUT_S = 1800.0
+"""Of process groups, which do not say theirs."""
+
 
 def control_of(group: Any) -> Any:
     """The group itself: its gloo backend serves the CPU."""
@@ -104,6 +107,7 @@ TENSORPLAY = Framework(
         distributed=dist,
         mesh_class=DeviceMesh,
         control_of=control_of,
+        timeout_of=lambda group: DEFAULT_TIMEOUT_S,
     ),
     reject_param=reject_param,
     reject_overlap=reject_overlap,

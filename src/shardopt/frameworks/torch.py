@@ -32,6 +32,12 @@ def control_of(group: dist.ProcessGroup) -> Any:
     return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
 
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds after which an operation on the CPU fails."""
+    options = group._get_backend(torch.device("cpu")).options
+    return float(options._timeout.total_seconds())
+
+
 def copy_all(destinations: Sequence[Any], sources: Sequence[Any]) -> None:
     """Copy in one kernel per dtype and device where there is one."""
     with torch.no_grad():
@@ -100,7 +106,12 @@ TORCH = Framework(
     is_tensor=torch.is_tensor,
     copy_all=copy_all,
     find_group=partial(
-        find_group, framework=torch, distributed=dist, mesh_class=DeviceMesh, control_of=control_of
+        find_group,
+        framework=torch,
+        distributed=dist,
+        mesh_class=DeviceMesh,
+        control_of=control_of,
+        timeout_of=timeout_of,
     ),
     reject_param=reject_param,
     reject_overlap=lambda: None,
