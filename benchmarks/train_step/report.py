@@ -163,8 +163,9 @@ def limit_note(results: Results) -> str:
     }
     told = ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items())
     return (
-        "Exchange limit: compute alone, then gradients to their owners, parameters from them (the "
-        f"faster of two ways) and the update of S / N bytes, nothing overlapped; ms of each part: {told}."
+        "Exchange limit: compute alone, then gradients to their owners, parameters from them (over the network, by "
+        "the faster of two ways, or in memory) and the update of S / N bytes, nothing overlapped; ms of each part: "
+        f"{told}."
     )
 
 

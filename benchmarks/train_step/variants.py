@@ -299,6 +299,12 @@ def shardopt_in_backward(model: nn.Module, settings: Settings) -> Trainer:
     return shardopt_trainer(model, settings, step_in_backward=True)
 
 
+@variant("shardopt over loopback")
+def shardopt_over_loopback(model: nn.Module, settings: Settings) -> Trainer:
+    """As between hosts: nothing goes through shared memory."""
+    return shardopt_trainer(model, settings, attach=True, shared_memory=False)
+
+
 @variant("shardopt stage 1")
 def shardopt_stage_1(model: nn.Module, settings: Settings) -> Trainer:
     """DDP, and whole parameters as in the default."""

@@ -108,6 +108,16 @@ def test_memory_that_nobody_refers_to_is_used_again(file):
     assert (num_bytes(file), [len(piece) for piece in kept]) == (nbytes, [PAGESIZE, 3 * PAGESIZE])
 
 
+def test_pages_that_nobody_refers_to_are_let_go(file):
+    piece = new_piece(file, 50 * PAGESIZE).fill_(1)
+    before = os.fstat(file.address.file_descriptor).st_blocks
+    del piece
+    gc.collect()
+    after = os.fstat(file.address.file_descriptor).st_blocks
+    assert (before - after) * 512 >= 49 * PAGESIZE  # a page for what is read by ranks may have come
+    assert new_piece(file, 50 * PAGESIZE).max() == 0
+
+
 def test_memory_that_is_still_to_be_read_is_not_used_again(file, peer):
     piece = new_piece(file, PAGESIZE).fill_(1)
     file.note_sent(piece.data_ptr(), rank=2)
@@ -156,6 +166,7 @@ def test_large_pieces_stay_readable_though_their_pages_are_let_go(file, peer, mo
 def test_a_peer_reads_on_when_the_owner_has_let_go(file, peer):
     piece = new_piece(file, 8).fill_(3)
     place = file.find(piece.data_ptr())
+    file.note_sent(piece.data_ptr(), rank=2)
     del piece, file
     gc.collect()
     assert torch.frombuffer(peer.memory(place), dtype=torch.uint8)[0] == 3

@@ -8,15 +8,18 @@ piece. So the owner sees, without asking, when it may write to a piece again. No
 
 from __future__ import annotations
 
+import mmap
 import os
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
-from mmap import MADV_DONTNEED, PAGESIZE, mmap
 from pathlib import Path
 from typing import NamedTuple
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Differs between hosts, and is equal in all containers of one."""
+
+PAGESIZE = mmap.PAGESIZE
 
 NUM_RANDOM_BYTES = 16
 
@@ -57,7 +60,7 @@ class _Piece:
 
     offset: int
     nbytes: int
-    header: mmap
+    header: mmap.mmap
     num_sent: list[int]
     address: int = 0
 
@@ -87,16 +90,16 @@ class SharedFile:
         self._pieces: list[_Piece] = []
         self._spare: list[_Piece] = []
 
-    def new_piece(self, nbytes: int) -> mmap:
+    def new_piece(self, nbytes: int) -> mmap.mmap:
         """Return memory for ``nbytes``, 1 or more, in whole pages; it can be used again once nobody refers to it."""
         piece = self._find_spare(nbytes) or self._append(_whole_pages(nbytes))
         header = _num_header_bytes(self._world_size)
-        memory = mmap(self._descriptor, piece.nbytes, offset=piece.offset + header)
+        memory = mmap.mmap(self._descriptor, piece.nbytes, offset=piece.offset + header)
         self._pieces.append(piece)
-        weakref.finalize(memory, _free, piece, self._pieces, self._spare).atexit = False
+        weakref.finalize(memory, _free, weakref.ref(self), piece).atexit = False
         return memory
 
-    def bind(self, memory: mmap, address: int) -> None:
+    def bind(self, memory: mmap.mmap, address: int) -> None:
         """Know where a new piece was mapped to."""
         self._pieces[-1].address = address
 
@@ -118,6 +121,16 @@ class SharedFile:
         assert piece is not None
         piece.num_sent[rank] += 1
 
+    def take_back(self, piece: _Piece) -> None:
+        """Keep the place of a piece for another one, and let go of its pages unless they are still to be read."""
+        self._pieces.remove(piece)
+        self._spare.append(piece)
+        if piece.is_read:
+            offset = piece.offset + _num_header_bytes(self._world_size)
+            with mmap.mmap(self._descriptor, piece.nbytes, offset=offset) as pages:
+                with suppress(OSError):  # a system that cannot keeps them
+                    pages.madvise(mmap.MADV_REMOVE)
+
     def _piece_at(self, address: int) -> _Piece | None:
         for piece in self._pieces:
             if piece.address <= address < piece.address + piece.nbytes:
@@ -136,14 +149,15 @@ class SharedFile:
         offset, header = self._end, _num_header_bytes(self._world_size)
         self._end += header + nbytes
         os.ftruncate(self._descriptor, self._end)
-        cells = mmap(self._descriptor, header, offset=offset)
+        cells = mmap.mmap(self._descriptor, header, offset=offset)
         return _Piece(offset, nbytes, cells, [0] * self._world_size)
 
 
-def _free(piece: _Piece, pieces: list[_Piece], spare: list[_Piece]) -> None:
-    pieces.remove(piece)
-    piece.address = 0
-    spare.append(piece)
+def _free(file: weakref.ref[SharedFile], piece: _Piece) -> None:
+    """Called once nobody refers to the memory of a piece; the file may be gone, too."""
+    owner = file()
+    if owner is not None:
+        owner.take_back(piece)
 
 
 class PeerFile:
@@ -164,7 +178,7 @@ class PeerFile:
             raise OSError(f"{path} is not the file of the peer, which has other process numbers")
         self._rank = rank
         self._num_header_bytes = _num_header_bytes(world_size)
-        self._pieces: dict[int, mmap] = {}
+        self._pieces: dict[int, mmap.mmap] = {}
 
     def memory(self, place: Place) -> memoryview:
         """The data of the piece that ``place`` lies in. Not to be written to."""
@@ -174,10 +188,10 @@ class PeerFile:
         """Tell the owner that this rank has read what was announced."""
         memoryview(self._mapped(place)).cast("q")[self._rank] += 1
         if place.nbytes > KEPT_NBYTES:
-            self._mapped(place).madvise(MADV_DONTNEED)
+            self._mapped(place).madvise(mmap.MADV_DONTNEED)
 
-    def _mapped(self, place: Place) -> mmap:
+    def _mapped(self, place: Place) -> mmap.mmap:
         if place.offset not in self._pieces:
             length = self._num_header_bytes + place.nbytes
-            self._pieces[place.offset] = mmap(self._descriptor, length, offset=place.offset)
+            self._pieces[place.offset] = mmap.mmap(self._descriptor, length, offset=place.offset)
         return self._pieces[place.offset]
