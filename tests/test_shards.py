@@ -344,9 +344,20 @@ def test_gradients_of_a_bucket_are_those_of_what_this_rank_owns(run_threads):
 def test_touching_a_bucket_moves_the_version_counters_of_its_parameters_only():
     shards = admitted(LoneRank(), make_groups(4, 9), bucket_mb=1e-9)
     before = [param._version for param in shards.params]
-    shards.touch(1)
+    shards.touch(1, [0])
     moved = [p._version - b for p, b in zip(shards.params, before, strict=True)]
     assert moved == [int(i in shards.buckets[1].plan.params) for i in range(2)]
+
+
+def test_touching_a_section_leaves_the_version_counters_of_the_others_alone(run_threads):
+    def serve(group):
+        shards = admitted(group, make_groups(4, 9, 5, 3))
+        before = [param._version for param in shards.params]
+        shards.touch(0, [1])
+        moved = [p._version - b for p, b in zip(shards.params, before, strict=True)]
+        return moved == [int(owner == 1) for owner in shards.owners]
+
+    assert run_threads(2, serve).results == [True, True]
 
 
 @pytest.mark.parametrize("change", ["removed", "added", "swapped"])

@@ -208,7 +208,7 @@ def test_masters_do_not_follow_what_was_touched(options):
     with torch.no_grad():
         shards.masters()[0].fill_(7.0)
         shards.params[0].fill_(3.0)
-    shards.touch(0)
+    shards.touch(0, [0])
     shards.require_intact()
     assert shards.masters()[0].tolist() == [7.0] * 4
 

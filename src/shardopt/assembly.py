@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shardopt.backward_stepper import BackwardStepper
@@ -72,8 +73,8 @@ def assemble(
         is_separable: Whether the local optimizer may update some parameters now and others later.
         overlaps: Whether a DDP hook steps.
     """
-    is_staged = not shards.has_views or group.shares_memory
-    exchange = Exchange(group, shards.buckets, is_bounded=is_staged, touch=shards.touch)
+    is_bounded = partial(_is_copied, group, shards)
+    exchange = Exchange(group, shards.buckets, is_bounded=is_bounded, touch=shards.touch)
     clipper = Clipper(group, shards, framework.norm, param_groups=param_groups)
     intake = None
     if sharding.gradients:
@@ -117,6 +118,12 @@ def assemble(
         group, framework, shards, local_optimizer, chunk_nbytes=sharding.bucket_nbytes
     )
     return Pieces(state, exchange, intake, clipper, stepper, backward_stepper, backward_step)
+
+
+def _is_copied(group: Group, shards: Shards, number: int) -> bool:
+    """Whether what is sent of a bucket is a copy."""
+    first = shards.params[shards.buckets[number].plan.params[0]]
+    return not shards.has_views or (group.shares_memory and first.device.type == "cpu")
 
 
 def _make_intake(

@@ -286,8 +286,8 @@ class ShardedOptimizer:
     def attach(self, module: Any, *, broadcast_buffers: bool = False) -> None:
         """Let ``step()`` return while parameters travel; each submodule's forward waits for those it holds. Collective.
 
-        Whatever reads parameters elsewhere between ``step()`` and the end of the next forward has to call ``wait()``
-        first; ``module.state_dict()`` does.
+        (Where ranks share memory, only the last two buckets do.) Whatever reads parameters elsewhere between ``step()`` and
+        the end of the next forward has to call ``wait()`` first; ``module.state_dict()`` does.
 
         Args:
             module: The module that is called in training; holds some or all parameters.

@@ -29,9 +29,10 @@ class Sharding:
         reduce_dtype: In which gradients travel; by default their own.
         sum_dtype: In which received gradients are added up and kept; by default that in which they travel.
         bucket_mb: Bound on the MiB of one bucket, the unit in which parameters and gradients travel. Larger buckets mean
-            fewer collectives; staging buffers hold two of them. A parameter above the bound travels alone.
-        shared_memory: Where all ranks run on one Linux host, what travels between CPUs lies in memory that they share,
-            in anonymous files, instead of going over loopback.
+            fewer collectives; staging memory holds two of them, or four to six where it is shared. A parameter above the bound
+            travels alone.
+        shared_memory: Where all ranks that shard run on one Linux host, what travels between CPUs lies in memory that they
+            share, in anonymous files, instead of going over loopback.
         elementwise: Vouches that ``optimizer_class`` updates every element on its own, whatever the others are, for
             element granularity with an optimizer that is not one of the framework's.
         cost: Of a ``ParamSpec`` (``shape``, ``numel``, ``name``, ...) what its update costs, 0 or more, in any unit; whole

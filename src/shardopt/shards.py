@@ -216,9 +216,11 @@ class Shards:
             for param, tensor in section.tensors.items()
         }
 
-    def touch(self, number: int) -> None:
-        """Tell autograd that the parameters of a bucket have changed, and master weights that this was no one else."""
-        self._framework.touch([self.params[p] for p in self.buckets[number].plan.params])
+    def touch(self, number: int, ranks: Sequence[int]) -> None:
+        """Tell autograd that sections of a bucket have changed, and master weights that this was no one else."""
+        sections = [self.buckets[number].plan.sections[rank] for rank in ranks]
+        changed = dict.fromkeys(slot.param for section in sections for slot in section.slots)
+        self._framework.touch([self.params[param] for param in changed])
         self.sections[number].note()
 
     def versions(self) -> list[int]:

@@ -31,8 +31,9 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, Optimizer, Joinable):
         process_group: The ranks that share the work: a process group or a 1-D ``DeviceMesh``; or a grid that shards along
             rows and replicates along columns: a 2-D ``DeviceMesh`` (replicate, shard), or the pair (sharding group, replica
             group). By default WORLD; this process alone where ``torch.distributed`` is not initialized and no launcher set ``WORLD_SIZE`` above 1.
-        parameters_as_bucket_view: Make parameters views of flat buckets, so that the exchange copies nothing. Otherwise
-            parameters keep their own memory, and small ones are copied through two staging buffers.
+        parameters_as_bucket_view: Make parameters views of flat buckets, which arrive where they are needed, and over the
+            network leave from there, too. Otherwise parameters keep their own memory, and small ones are copied through
+            staging buffers, see ``Sharding.bucket_mb``.
         overlap_with_ddp: Step inside DDP's backward, bucket by bucket, by a hook from ``shardopt.ddp_zero_hook``.
             ``step()`` may still be called after backward: it fires no hooks and checks that the update was made.
         sharding: Every option beyond the documented interface.

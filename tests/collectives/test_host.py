@@ -12,14 +12,14 @@ from shardopt.collectives.host import Host
 from shardopt.collectives.mailbox import MAX_INTS
 
 
-def make_hosts(world_size):
+def make_hosts(world_size, timeout_s=10.0):
     """What every rank makes, after they have met."""
     hosts = [
         Host(
             torch,
             rank,
             [(rank + step) % world_size for step in range(1, world_size)],
-            timeout_s=10.0,
+            timeout_s=timeout_s,
         )
         for rank in range(world_size)
     ]
@@ -107,6 +107,23 @@ def test_what_was_sent_may_be_changed_once_it_was_launched():
     assert theirs.tolist() == [1.0] * 3
 
 
+def test_a_rank_that_receives_nothing_waits_for_the_others_all_the_same():
+    """So that it cannot run ahead of them, into ever more memory."""
+    hosts = make_hosts(2, timeout_s=0.01)
+    for pending in (
+        hosts[0].all_gather({0: torch.ones(3)}),
+        hosts[0].reduce_scatter(
+            [torch.ones(0), torch.ones(3)],
+            out=torch.ones(0),
+            scratch=[],
+            scale=1.0,
+            adds=False,
+        ),
+    ):
+        with pytest.raises(RuntimeError, match="rank 1 has sent nothing"):
+            pending.wait()
+
+
 def test_one_copy_serves_all_receivers():
     host = make_hosts(4)[0]
     host.all_gather({0: torch.ones(1000)})
@@ -184,6 +201,33 @@ def test_sections_may_have_unequal_lengths_or_none():
     assert [out.tolist() for out in outs] == [[3.0] * 4, [], [3.0] * 2]
 
 
+def test_parts_that_lie_elsewhere_are_copied_into_one_piece():
+    host = make_hosts(4)[0]
+    parts = [torch.ones(10) for _ in range(4)]
+    host.reduce_scatter(parts, out=torch.zeros(10), scratch=[], scale=1.0, adds=False)
+    assert host.pool.nbytes == 3 * 40
+
+
+def test_another_call_on_another_rank_raises():
+    hosts = make_hosts(2)
+    hosts[0].launch_all_gather_ints([1, 2, 3])
+    with pytest.raises(RuntimeError, match="rank 0 exchanges something else than this rank does"):
+        hosts[1].all_gather({0: torch.zeros(3)}).wait()
+    hosts = make_hosts(2)
+    hosts[0].launch_all_gather_ints([1, 2, 3])
+    with pytest.raises(RuntimeError, match="rank 0 exchanges something else than this rank does"):
+        hosts[1].launch_all_gather_ints([1, 2])()
+
+
+def test_memory_is_let_go_also_where_reading_fails():
+    hosts = make_hosts(2)
+    hosts[0].all_gather({0: torch.ones(3)})
+    with pytest.raises(ValueError, match="buffer"):
+        hosts[1].all_gather({0: torch.zeros(5000)}).wait()
+    hosts[0].all_gather({0: torch.ones(3)})
+    assert hosts[0].pool.nbytes == 12
+
+
 # --- memory ---------------------------------------------------------------------------------------
 
 
@@ -195,14 +239,14 @@ def test_memory_is_lent_again_once_all_have_read_it():
     hosts[0].all_gather({0: first.narrow(0, 0, 100)})
     pool.give_back(first)
     seen = []
-    for host in hosts[1:]:
+    for pending in [host.all_gather({0: torch.zeros(100)}) for host in hosts[1:]]:
         other = pool.take(100, like=torch.ones(1))
         seen.append(other.data_ptr())
         pool.give_back(other)
-        host.all_gather({0: torch.zeros(100)}).wait()
-    addresses = {pool.take(100, like=torch.ones(1)).data_ptr() for _ in range(2)}
+        pending.wait()
+    lent = [pool.take(100, like=torch.ones(1)).data_ptr() for _ in range(2)]
     assert address not in seen
-    assert address in addresses
+    assert address in lent
 
 
 def test_a_sender_that_is_ahead_gets_other_memory_and_never_waits():

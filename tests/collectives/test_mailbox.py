@@ -1,6 +1,7 @@
 """Mailboxes of several ranks, all in this process."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -49,14 +50,29 @@ def test_each_pair_has_its_own_order():
     assert [list(boxes[2].take(peer, number)) for peer, number in numbers.items()] == [[11], [10]]
 
 
-def test_both_may_write_the_largest_messages_before_either_reads():
+def test_both_may_write_more_than_a_pipe_holds_before_either_reads():
     here, there = make_mailboxes(2)
-    values = list(range(MAX_INTS))
-    for _ in range(4):
-        here.post(1, values)
-        there.post(0, values)
-    assert list(there.take(0, there.expect(0))) == values
-    assert list(here.take(1, here.expect(1))) == values
+    num_messages, values = 400, list(range(MAX_INTS))
+
+    def exchange(box, peer):
+        for _ in range(num_messages):
+            box.post(peer, values)
+        return [list(box.take(peer, box.expect(peer))) for _ in range(num_messages)]
+
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(exchange, here, 1), pool.submit(exchange, there, 0)]
+        assert [end.result() for end in ends] == [[values] * num_messages] * 2
+
+
+def test_a_peer_that_never_reads_is_named():
+    here, _there = make_mailboxes(2, timeout_s=0.01)
+    with pytest.raises(RuntimeError, match=r"rank 1 has read nothing for 0\.01 s"):
+        _post_often(here, peer=1)
+
+
+def _post_often(box, *, peer):
+    for _ in range(1000):
+        box.post(peer, list(range(MAX_INTS)))
 
 
 def test_a_message_that_is_too_long_is_a_mistake():

@@ -3,6 +3,7 @@
 import gc
 import os
 from mmap import PAGESIZE
+from unittest import mock
 
 import pytest
 import torch
@@ -24,9 +25,7 @@ def peer(file):
 def new_piece(file, nbytes):
     """A piece as a tensor of bytes, which keeps it alive."""
     memory = file.new_piece(nbytes)
-    tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    file.bind(memory, tensor.data_ptr())
-    return tensor
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def test_a_piece_has_room_in_whole_pages(file):
@@ -114,7 +113,7 @@ def test_pages_that_nobody_refers_to_are_let_go(file):
     del piece
     gc.collect()
     after = os.fstat(file.address.file_descriptor).st_blocks
-    assert (before - after) * 512 >= 49 * PAGESIZE  # a page for what is read by ranks may have come
+    assert (before - after) * 512 >= 49 * PAGESIZE  # a page of counts may have come
     assert new_piece(file, 50 * PAGESIZE).max() == 0
 
 
@@ -148,6 +147,26 @@ def test_a_piece_that_is_used_again_has_been_read(file, peer):
         peer.mark_read(file.find(piece.data_ptr()))
         del piece
         gc.collect()
+
+
+def test_there_is_room_for_so_many_pieces_only(file, monkeypatch):
+    monkeypatch.setattr(shared_file, "MAX_PIECES", 2)
+    kept = [new_piece(file, 1) for _ in range(2)]
+    with pytest.raises(OSError, match="2 pieces of shared memory are in use"):
+        new_piece(file, 1)
+    assert len(kept) == 2
+
+
+def test_a_forked_child_leaves_the_memory_of_its_parent_alone(file):
+    piece = new_piece(file, PAGESIZE).fill_(1)
+    place = file.find(piece.data_ptr())
+    with mock.patch.object(os, "getpid", return_value=1):
+        del piece
+        gc.collect()
+    seen = torch.frombuffer(
+        PeerFile(file.address, rank=0, world_size=3).memory(place), dtype=torch.uint8
+    )
+    assert seen.min() == 1
 
 
 def test_large_pieces_stay_readable_though_their_pages_are_let_go(file, peer, monkeypatch):

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from shardopt.collectives.host import Host
+from shardopt.collectives.host import Arrival, Host
 
 
 @dataclass
@@ -52,19 +52,21 @@ def counted() -> Iterator[Traffic]:
         traffic.messages.extend(("isend", tensor.nbytes) for tensor in tensors.values())
         originals["_announce"](host, tensors)
 
-    def expect(host: Host, like: Any, *, src: int) -> Any:
+    def read(arrival: Arrival, *, like: Any) -> Any:
         traffic.messages.append(("irecv", like.nbytes))
-        return originals["_expect"](host, like, src=src)
+        return read_where_it_lies(arrival, like=like)
 
     def gather(host: Host, values: Sequence[int]) -> Any:
         traffic.messages.append(("all_gather", 8 * len(values)))
         return originals["launch_all_gather_ints"](host, values)
 
-    counting = {"_announce": announce, "_expect": expect, "launch_all_gather_ints": gather}
+    counting = {"_announce": announce, "launch_all_gather_ints": gather}
     originals = {name: getattr(Host, name) for name in counting}
+    read_where_it_lies = Arrival.read
     kinds = ("broadcast", "isend", "irecv", "all_gather", "all_reduce", "all_gather_object")
     patches = [wrap(kind) for kind in kinds]
     patches += [mock.patch.object(Host, name, function) for name, function in counting.items()]
+    patches.append(mock.patch.object(Arrival, "read", read))
     for patch in patches:
         patch.start()
     try:

@@ -17,7 +17,12 @@ def make_params(rank, *, dtype=torch.float32):
 def exchange_all(group, buckets, ranks_by_bucket, *, is_bounded=True):
     """Launch what is listed and wait for all of it; returns the numbers of buckets that were touched."""
     touched = []
-    exchange = Exchange(group, buckets, is_bounded=is_bounded, touch=touched.append)
+    exchange = Exchange(
+        group,
+        buckets,
+        is_bounded=lambda number: is_bounded,
+        touch=lambda number, ranks: touched.append(number),
+    )
     for number, ranks in enumerate(ranks_by_bucket):
         exchange.launch(number, ranks)
     exchange.drain()
@@ -92,7 +97,12 @@ def make_exchange(make_buckets, recording, scripted):
         made = make_buckets(params, owners, world_size=2, bucket_nbytes=16 * num_params)
         buckets = [recording(bucket) for bucket in made]
         touched = []
-        exchange = Exchange(group, buckets, is_bounded=is_bounded, touch=touched.append)
+        exchange = Exchange(
+            group,
+            buckets,
+            is_bounded=lambda number: is_bounded,
+            touch=lambda number, ranks: touched.append(number),
+        )
         return exchange, group, buckets, touched
 
     return make
@@ -161,11 +171,14 @@ def test_a_bucket_without_changes_is_neither_opened_nor_touched(make_exchange):
 def test_a_bucket_is_touched_once_what_arrived_is_put_away(make_buckets, recording, scripted):
     bucket = recording(make_buckets([torch.ones(2)], [0], world_size=2)[0])
     exchange = Exchange(
-        scripted(), [bucket], is_bounded=True, touch=lambda n: bucket.events.append(("touch", n))
+        scripted(),
+        [bucket],
+        is_bounded=lambda n: True,
+        touch=lambda n, ranks: bucket.events.append(("touch", n, list(ranks))),
     )
     exchange.launch(0, [0])
     exchange.drain()
-    assert bucket.events == [("open", [0]), ("close", []), ("touch", 0)]
+    assert bucket.events == [("open", [0]), ("close", []), ("touch", 0, [0])]
 
 
 def test_a_lone_rank_touches_its_bucket_without_opening_it(make_buckets, recording):

@@ -18,7 +18,9 @@ def make_params(rank):
 
 def finish(update, group, buckets, *, launched=None):
     """Finish an update whose sections ``launched`` are travelling already; wait for what it launched."""
-    exchange = Exchange(group, buckets, is_bounded=True, touch=lambda number: None)
+    exchange = Exchange(
+        group, buckets, is_bounded=lambda number: True, touch=lambda number, ranks: None
+    )
     launched = [()] * len(buckets) if launched is None else launched
     for number, ranks in enumerate(launched):
         exchange.launch(number, ranks)
@@ -300,7 +302,12 @@ def test_what_was_launched_may_still_travel_after_finish(run_threads, make_bucke
         params = make_params(group.rank)
         buckets = make_buckets(params, OWNERS, world_size=2)
         touched = []
-        exchange = Exchange(group, buckets, is_bounded=False, touch=touched.append)
+        exchange = Exchange(
+            group,
+            buckets,
+            is_bounded=lambda number: False,
+            touch=lambda number, ranks: touched.append(number),
+        )
         update = ShardUpdate(group.rank, buckets, by_index(params))
         update.run(lambda: fill((0, 0))(group.rank, params))
         update.finish(group, exchange, launched=[()] * len(buckets), doing="step()")
@@ -316,7 +323,12 @@ def test_nothing_travels_any_more_once_an_error_is_raised(run_threads, make_buck
         params = make_params(group.rank)
         buckets = make_buckets(params, OWNERS, world_size=2)
         touched = []
-        exchange = Exchange(group, buckets, is_bounded=False, touch=touched.append)
+        exchange = Exchange(
+            group,
+            buckets,
+            is_bounded=lambda number: False,
+            touch=lambda number, ranks: touched.append(number),
+        )
         update = ShardUpdate(group.rank, buckets, by_index(params))
         update.run(lambda: failing_after_a_write(group.rank, params))
         with pytest.raises((ValueError, RuntimeError)):

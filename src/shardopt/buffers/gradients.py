@@ -20,7 +20,7 @@ class GradientBucket:
     """Takes what this rank computed, and holds what it owns of the average, S / N bytes, from step to step.
 
     Note [Scaling]: averages are sums of gradients that were scaled by 1/N while they were copied, as DDP rounds. A bucket
-    of one parameter is sent from the gradient's own memory, without a copy, and its sum is scaled instead, where that
+    of one parameter is sent from the gradient's own memory, without a copy here, and its sum is scaled instead, where that
     is the same to the bit: N a power of two, a dtype that does not overflow first, and no subnormal numbers.
     """
 

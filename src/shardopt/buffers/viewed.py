@@ -1,4 +1,4 @@
-"""Parameters become views of flat buckets, so that an exchange copies nothing."""
+"""Parameters become views of flat buckets, from and into which they travel."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
 """The only door to other ranks.
 
 ``group`` says what the rooms may ask of the sharding group, and holds the group of one rank; ``rank_group`` is a real
-process group, and chooses the primitives; ``grid`` is several that replicate one another. ``agreement`` lets all ranks raise or none, ``facts`` says what of their options they can compare, ``window`` keeps a bounded number of
-collectives in flight and awaits each exactly once.
+process group, and chooses the primitives; ``grid`` is several that replicate one another. ``host`` exchanges between ranks
+of one host, through memory that they share (``shared_file``) and messages over pipes (``mailbox``); ``staging`` lends
+memory to send from. ``agreement`` lets all ranks raise or none, ``facts`` says what of their options they can compare,
+``window`` keeps a bounded number of collectives in flight and awaits each exactly once.
 This room sees flat tensors and plain values; it knows nothing of parameters, layouts or optimizers, and reaches a
 framework only through the modules it is handed.
 """

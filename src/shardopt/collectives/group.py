@@ -68,7 +68,10 @@ class Group(Protocol):
 
     @property
     def pool(self) -> StagingPool:
-        """Memory to send from."""
+        """Memory to send from, to be given back to it once what was sent is awaited, and not written to after that.
+
+        It may still be read then, by ranks that are behind, and is not lent again before all have.
+        """
 
     @property
     def shares_memory(self) -> bool:

@@ -82,7 +82,6 @@ class Host:
         nbytes = max(1, numel) * int(like.element_size())
         memory = self._file.new_piece(nbytes)
         flat = self._framework.frombuffer(memory, dtype=self._framework.uint8, count=nbytes)
-        self._file.bind(memory, flat.data_ptr())
         buffer: Tensor = flat.view(like.dtype)
         return buffer.narrow(0, 0, numel)
 
@@ -97,16 +96,16 @@ class Host:
 
     def all_gather(self, sections: Mapping[int, Tensor]) -> Pending:
         """Launch it, as ``Group.all_gather``."""
-        if self._rank in sections:
-            self._announce(dict.fromkeys(self._others, sections[self._rank]))
-        arrivals = {r: self._expect(sections[r], src=r) for r in self._others if r in sections}
+        arrivals = self._expect()
+        mine = sections.get(self._rank)
+        self._announce({} if mine is None else dict.fromkeys(self._others, mine))
 
-        def finish() -> None:
-            for rank, arrival in arrivals.items():
-                sections[rank].copy_(arrival.read())
-                arrival.release()
+        def finish(arrived: Mapping[int, Arrival]) -> None:
+            for rank, section in sections.items():
+                if rank != self._rank:
+                    section.copy_(arrived[rank].read(like=section))
 
-        return Pending(list(arrivals.values()), then=finish)
+        return self._pending(arrivals, finish)
 
     def reduce_scatter(
         self,
@@ -118,13 +117,14 @@ class Host:
         adds: bool,
     ) -> Pending:
         """Launch it, as ``Group.reduce_scatter``."""
+        arrivals = self._expect()
         self._announce({peer: parts[peer] for peer in self._others if parts[peer].numel()})
         mine = parts[self._rank]
-        arrivals = {p: self._expect(mine, src=p) for p in self._others if out.numel()}
 
-        def finish() -> None:
-            if arrivals:
-                by_rank = {self._rank: mine, **{p: a.read() for p, a in arrivals.items()}}
+        def finish(arrived: Mapping[int, Arrival]) -> None:
+            if out.numel():
+                by_rank = {p: arrival.read(like=mine) for p, arrival in arrived.items()}
+                by_rank[self._rank] = mine
                 add_up(
                     [by_rank[rank] for rank in range(self._world_size)],
                     out=out,
@@ -133,10 +133,8 @@ class Host:
                     total=[*scratch, mine][0],
                     add=self._framework.add,
                 )
-            for arrival in arrivals.values():
-                arrival.release()
 
-        return Pending(list(arrivals.values()), [out, *parts], finish)
+        return self._pending(arrivals, finish)
 
     def can_gather_ints(self, num: int) -> bool:
         """Whether as many fit into one message."""
@@ -151,73 +149,108 @@ class Host:
         def wait() -> list[list[int]]:
             by_rank = {peer: self._mailbox.take(peer, n) for peer, n in numbers.items()}
             by_rank[self._rank] = values
+            if wrong := [peer for peer, theirs in by_rank.items() if len(theirs) != len(values)]:
+                raise _out_of_step(wrong[0])
             return [list(by_rank[rank]) for rank in range(self._world_size)]
 
         return wait
 
     def _announce(self, tensors: Mapping[int, Tensor]) -> None:
-        """Tell each rank where the tensor lies that it is to read; those that lie elsewhere are copied."""
-        copies: dict[int, Tensor] = {}
-        for rank, tensor in tensors.items():
-            address = tensor.data_ptr()
-            place = self._file.find(address)
-            if place is None:
-                if address not in copies:
-                    copies[address] = self.pool.take(tensor.numel(), like=tensor)
-                    copies[address].narrow(0, 0, tensor.numel()).copy_(tensor)
-                address = copies[address].data_ptr()
-                place = self._file.find(address)
-            assert place is not None
-            self._file.note_sent(address, rank=rank)
-            self._mailbox.post(rank, place)
-        for copy in copies.values():
-            self.pool.give_back(copy)  # which nobody takes before it has been read
+        """Tell every rank where the tensor lies that it is to read, or that there is none.
 
-    def _expect(self, like: Tensor, *, src: int) -> Arrival:
-        number = self._mailbox.expect(src)
-        return Arrival(
-            self._framework, self._mailbox, number, peer=src, file=self._peers[src], like=like
-        )
+        Tensors that lie elsewhere are copied, one after the other, into one piece. Every rank is told, so that none can run
+        ahead of those that have nothing to send to it.
+        """
+        places = {r: self._file.find(tensor.data_ptr()) for r, tensor in tensors.items()}
+        outside = {id(t): t for r, t in tensors.items() if places[r] is None}
+        copies: dict[int, Tensor] = {}
+        memory = None
+        if outside:
+            like, start = next(iter(outside.values())), 0
+            memory = self.pool.take(sum(t.numel() for t in outside.values()), like=like)
+            for key, tensor in outside.items():
+                copies[key] = memory.narrow(0, start, tensor.numel())
+                copies[key].copy_(tensor)
+                start += tensor.numel()
+        for rank in self._others:
+            message: Sequence[int] = ()
+            if rank in tensors:
+                address = copies.get(id(tensors[rank]), tensors[rank]).data_ptr()
+                place = self._file.find(address)
+                assert place is not None
+                self._file.note_sent(address, rank=rank)
+                message = place
+            self._mailbox.post(rank, message)
+        if memory is not None:
+            self.pool.give_back(memory)  # which nobody takes before it has been read
+
+    def _expect(self) -> dict[int, Arrival]:
+        """What all other ranks are to announce next."""
+        return {
+            peer: Arrival(self._framework, self._mailbox, peer, self._peers[peer])
+            for peer in self._others
+        }
+
+    def _pending(
+        self, arrivals: Mapping[int, Arrival], finish: Callable[[Mapping[int, Arrival]], None]
+    ) -> Pending:
+        def read() -> None:
+            try:
+                finish(arrivals)
+            finally:
+                for arrival in arrivals.values():
+                    arrival.release()
+
+        return Pending(list(arrivals.values()), then=read)
 
 
 class Arrival:
-    """A tensor that a peer announces, to be read where it lies."""
+    """The next announcement of a peer: a tensor to be read where it lies, or that there is none."""
 
-    def __init__(
-        self,
-        framework: Any,
-        mailbox: Mailbox,
-        number: int,
-        *,
-        peer: int,
-        file: PeerFile,
-        like: Tensor,
-    ) -> None:
-        """Wait for message ``number`` of ``peer``; what it announces has numel and dtype of ``like``."""
+    def __init__(self, framework: Any, mailbox: Mailbox, peer: int, file: PeerFile) -> None:
+        """Expect it."""
         self._framework = framework
         self._mailbox = mailbox
-        self._number = number
+        self._number = mailbox.expect(peer)
         self._peer = peer
         self._file = file
-        self._like = like
         self._place: Place | None = None
 
     def wait(self) -> None:
-        """Wait for the announcement."""
-        self._place = Place(*self._mailbox.take(self._peer, self._number))
+        """Wait for the announcement.
 
-    def read(self) -> Tensor:
-        """The peer's memory; not to be written to, and not to be read after ``release``."""
-        assert self._place is not None
+        Raises:
+            RuntimeError: It is none; or the peer has gone.
+        """
+        message = self._mailbox.take(self._peer, self._number)
+        if len(message) not in (0, len(Place._fields)):
+            raise _out_of_step(self._peer)
+        self._place = Place(*message) if message else None
+
+    def read(self, *, like: Tensor) -> Tensor:
+        """The peer's memory, of numel and dtype of ``like``; not to be written to, or to be read after ``release``.
+
+        Raises:
+            RuntimeError: There is none.
+        """
+        if self._place is None:
+            raise _out_of_step(self._peer)
         tensor: Tensor = self._framework.frombuffer(
             self._file.memory(self._place),
-            dtype=self._like.dtype,
-            count=self._like.numel(),
+            dtype=like.dtype,
+            count=like.numel(),
             offset=self._place.start,
         )
         return tensor
 
     def release(self) -> None:
         """Let the peer write there again."""
-        assert self._place is not None
-        self._file.mark_read(self._place)
+        if self._place is not None:
+            self._file.mark_read(self._place)
+
+
+def _out_of_step(peer: int) -> RuntimeError:
+    return RuntimeError(
+        f"rank {peer} exchanges something else than this rank does; every rank has to make the same calls of the optimizer, "
+        "in the same order"
+    )

@@ -7,14 +7,17 @@ That a peer has gone is noticed at once.
 from __future__ import annotations
 
 import os
+import select
 from array import array
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-MAX_INTS = 1024
-"""In one message: far less than a pipe holds, 64 KiB on Linux, since a writer must not wait for a reader who writes, too."""
+MAX_INTS = 500
+"""In one message: with their header less than 4096 bytes, which a pipe takes at once or not at all."""
 
 INT64 = "q"
+MAX_TIMEOUT_S = 10 * 86_400.0
+"""What the system's milliseconds have room for, about."""
 
 
 class Mailbox:
@@ -34,7 +37,7 @@ class Mailbox:
         Raises:
             OSError: Too many files are open.
         """
-        self._timeout_s = timeout_s
+        self._timeout_s = min(timeout_s, MAX_TIMEOUT_S)
         self._inboxes: dict[int, _Inbox] = {}
         self._outboxes: dict[int, Connection] = {}
         self._entrances: dict[int, Connection] = {}
@@ -55,7 +58,8 @@ class Mailbox:
             OSError: This process may not.
         """
         path = f"/proc/{pid}/fd/{entrance}"
-        self._outboxes[peer] = Connection(os.open(path, os.O_WRONLY | os.O_CLOEXEC), readable=False)
+        flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        self._outboxes[peer] = Connection(os.open(path, flags), readable=False)
 
     def close_entrances(self) -> None:
         """Leave the ends that peers write to to them, who have opened theirs by now: a pipe ends with its last writer."""
@@ -70,10 +74,16 @@ class Mailbox:
             RuntimeError: The peer has gone.
         """
         assert len(values) <= MAX_INTS
-        try:
-            self._outboxes[peer].send_bytes(array(INT64, values))
-        except BrokenPipeError:
-            raise _gone(peer) from None
+        message = array(INT64, values)
+        is_sent = False
+        while not is_sent:
+            try:
+                self._outboxes[peer].send_bytes(message)
+                is_sent = True
+            except BlockingIOError:
+                self._make_room(peer)
+            except BrokenPipeError:
+                raise _gone(peer) from None
 
     def expect(self, peer: int) -> int:
         """Return the number of the peer's next message that nobody expects yet, to be taken once."""
@@ -91,13 +101,32 @@ class Mailbox:
         while number not in inbox.unread:
             if not inbox.connection.poll(self._timeout_s):
                 raise RuntimeError(f"rank {peer} has sent nothing for {self._timeout_s:g} s")
-            try:
-                message = inbox.connection.recv_bytes()
-            except EOFError:
-                raise _gone(peer) from None
-            inbox.num_arrived += 1
-            inbox.unread[inbox.num_arrived] = array(INT64, message)
+            self._read(peer)
         return inbox.unread.pop(number)
+
+    def _read(self, peer: int) -> None:
+        """Put the next message of a peer aside until it is taken."""
+        inbox = self._inboxes[peer]
+        try:
+            message = inbox.connection.recv_bytes()
+        except EOFError:
+            raise _gone(peer) from None
+        inbox.num_arrived += 1
+        inbox.unread[inbox.num_arrived] = array(INT64, message)
+
+    def _make_room(self, peer: int) -> None:
+        """Wait until a peer has read from its full pipe; read meanwhile, since it may be waiting for the same."""
+        poll = select.poll()
+        poll.register(self._outboxes[peer], select.POLLOUT)
+        readers = {inbox.connection.fileno(): source for source, inbox in self._inboxes.items()}
+        for descriptor in readers:
+            poll.register(descriptor, select.POLLIN)
+        ready = poll.poll(1e3 * self._timeout_s)
+        if not ready:
+            raise RuntimeError(f"rank {peer} has read nothing for {self._timeout_s:g} s")
+        for descriptor, _ in ready:
+            if descriptor in readers:
+                self._read(readers[descriptor])
 
 
 class _Inbox:

@@ -1,8 +1,9 @@
 """Two or more ranks over a framework's ``distributed`` module.
 
-Which primitive carries what is chosen here and nowhere else, by where the tensors lie. On the CPU, where gloo runs a
-reduce-scatter as an all-reduce and a broadcast on one of two threads, everything large goes point to point: a rank sends
-each of the others what it is owed, ``S * (N - 1) / N`` bytes, straight from and into the memory where it is needed.
+Which primitive carries what is chosen here and nowhere else, by where the tensors lie. On the CPU everything large goes
+through shared memory (``Host``) if all ranks run on one host. Else, since gloo runs a reduce-scatter as an all-reduce and
+a broadcast on one of two threads, it goes point to point: a rank sends each of the others what it is owed,
+``S * (N - 1) / N`` bytes, straight from and into the memory where it is needed.
 Elsewhere the backend's own collectives run, in place on flat tensors where sections are equal and lie side by side.
 """
 

@@ -42,13 +42,12 @@ class StagingPool:
         """Return a (capacity,) tensor, capacity at least ``numel``, of the dtype and device of ``like``."""
         kind = str(like.dtype), str(like.device)
         free = self._free.setdefault(kind, [])
-        free.sort(key=lambda tensor: tensor.numel())
-        idle = [position for position, tensor in enumerate(free) if self._is_idle(tensor)]
-        for position in idle:
-            if free[position].numel() >= numel:
-                return free.pop(position)
-        if idle:
-            free.pop(idle[-1])  # for the larger one: as many are held as were ever in use at once
+        idle = [n for n in reversed(range(len(free))) if self._is_idle(free[n])]  # last used first
+        fitting = [n for n in idle if free[n].numel() >= numel]
+        if fitting:
+            return free.pop(min(fitting, key=lambda n: free[n].numel()))
+        if idle:  # make room for the larger one: as many are held as were ever in use at once
+            free.pop(max(idle, key=lambda n: free[n].numel()))
         made: Tensor = self._make(max(numel, self._expected.get(kind, 0)), like)
         return made
 

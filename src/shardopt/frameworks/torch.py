@@ -33,9 +33,12 @@ def control_of(group: dist.ProcessGroup) -> Any:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds after which an operation on the CPU fails."""
-    options = group._get_backend(torch.device("cpu")).options
-    return float(options._timeout.total_seconds())
+    """Seconds after which an operation on the CPU fails; torch's default where the backend does not say."""
+    try:
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
+    except (RuntimeError, AttributeError):
+        timeout = dist.default_pg_timeout
+    return float(timeout.total_seconds())
 
 
 def copy_all(destinations: Sequence[Any], sources: Sequence[Any]) -> None:

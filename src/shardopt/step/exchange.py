@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DEPTH = 2
-"""Staged buckets in flight: one being packed or unpacked while another travels. Buckets of views need no memory."""
+"""Buckets in flight that need memory beside that of parameters: one being packed or unpacked while another travels."""
 
 
 class Exchange:
@@ -29,49 +29,51 @@ class Exchange:
         group: Group,
         buckets: Sequence[ParamBucket],
         *,
-        is_bounded: bool,
-        touch: Callable[[int], None],
+        is_bounded: Callable[[int], bool],
+        touch: Callable[[int, Sequence[int]], None],
     ) -> None:
         """Bind the pieces.
 
         Args:
             group: The sharding group.
             buckets: Equal plans, in equal order, on every rank; may grow.
-            is_bounded: Whether buckets hold memory while they travel, so that no more than ``DEPTH`` may.
-            touch: Told the number of each bucket whose parameters have changed and are there.
+            is_bounded: Whether a bucket, by number, holds memory while it travels, so that no more than ``DEPTH`` may.
+            touch: Told the number of each bucket of which sections have changed and are there, and their ranks.
         """
         self._group = group
         self._buckets = buckets
         self._is_bounded = is_bounded
         self._touch = touch
-        self._in_flight: dict[int, Finish] = {}
+        self._in_flight: dict[int, tuple[Finish, Sequence[int]]] = {}
 
     def launch(self, number: int, ranks: Sequence[int]) -> None:
         """Launch the sections of ``ranks``, equal on every rank, of one bucket. Collective."""
         if not ranks:
             return
         if self._group.world_size == 1:
-            self._touch(number)
+            self._touch(number, ranks)
             return
         self.wait(number)
-        if self._is_bounded and len(self._in_flight) == DEPTH:
+        if self._is_bounded(number) and len(self._in_flight) == DEPTH:
             self.wait(next(iter(self._in_flight)))
         try:
-            self._in_flight[number] = launch_exchange(self._group, self._buckets[number], ranks)
+            finish = launch_exchange(self._group, self._buckets[number], ranks)
+            self._in_flight[number] = finish, ranks
         except BaseException:
             self._abandon()
             raise
 
     def wait(self, number: int) -> None:
         """Wait until the parameters of one bucket are there, if they are on their way. Local."""
-        finish = self._in_flight.pop(number, None)
-        if finish is not None:
-            try:
-                finish()
-            except BaseException:
-                self._abandon()
-                raise
-            self._touch(number)
+        if number not in self._in_flight:
+            return
+        finish, ranks = self._in_flight.pop(number)
+        try:
+            finish()
+        except BaseException:
+            self._abandon()
+            raise
+        self._touch(number, ranks)
 
     def drain(self) -> None:
         """Wait until all parameters are there. Local."""
@@ -82,7 +84,7 @@ class Exchange:
         """Finish what is left after an exception, which matters more than theirs."""
         while self._in_flight:
             with suppress(Exception):
-                self._in_flight.pop(next(iter(self._in_flight)))()
+                self._in_flight.pop(next(iter(self._in_flight)))[0]()
 
 
 def equalize(group: Group, buckets: Sequence[ParamBucket]) -> None:

@@ -243,11 +243,15 @@ class GradientReducer:
         self._require_equal_drops([theirs[1] for theirs in words])
         return used
 
-    @staticmethod
-    def _require_equal_drops(num_dropped: Sequence[int]) -> None:
-        """Raise where a rank lost what another one still counts on, after an exception in one rank's backward, say."""
+    def _require_equal_drops(self, num_dropped: Sequence[int]) -> None:
+        """Raise where a rank lost what another one still counts on, after an exception in one rank's backward, say.
+
+        Everything is dropped then, on every rank, so that they can start again.
+        """
         other = next((m for m, num in enumerate(num_dropped) if num != num_dropped[0]), None)
         if other is not None:
+            self.forget()
+            self.num_dropped = 0
             raise RankMismatchError(
                 f"gradients that had been reduced were dropped {num_dropped[other]} times on rank {other} and "
                 f"{num_dropped[0]} times on rank 0 since the last step, so those of this step are not complete; call "

@@ -98,6 +98,7 @@ class RankPool:
         try:
             answer: tuple[bool, Any] = connection.recv()
         except EOFError:
+            self._processes[rank].join(GRACE_SECONDS)
             answer = (False, f"died with exit code {self._processes[rank].exitcode}")
         return answer
 
