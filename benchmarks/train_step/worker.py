@@ -35,7 +35,6 @@ LOADED_LATE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.opt
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Train with one variant; return what it cost. Collective."""
-    preload(settings)
     base = resident_bytes()
     model = build(settings.model, dtype=getattr(torch, settings.dtype))
     result: dict[str, Any] = {"numel": sum(p.numel() for p in model.parameters())}
@@ -57,8 +56,12 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def preload(settings: Settings) -> None:
-    """Import what variants use, so that the code of libraries counts in nobody's memory."""
-    package = VARIANTS[settings.variant].package
+    """Import what variants use, so that the code of libraries counts in nobody's memory.
+
+    It has to be done before the process group is made: some of torch's modules take a reference to it when they are
+    imported, as a default argument, and the process may abort at its end if the group lives until then.
+    """
+    package = VARIANTS[settings.variant].package if settings.variant != EXCHANGE else None
     for module in (*LOADED_LATE, "shardopt.torch", *([package] if package else [])):
         importlib.import_module(module)
 
@@ -168,6 +171,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 def main() -> None:
     settings = Settings.loads(sys.argv[1])
     torch.set_num_threads(1)
+    preload(settings)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     try:
