@@ -57,6 +57,10 @@ POLICIES: dict[str, dict[str, Any]] = {
         "parameters_as_bucket_view": True,
         "sharding": Sharding(granularity="element", gradients=True),
     },
+    "gradients by element, over the network": {
+        "parameters_as_bucket_view": True,
+        "sharding": Sharding(granularity="element", gradients=True, shared_memory=False),
+    },
 }
 NOT_ELEMENTWISE = (
     "Muon",
@@ -80,6 +84,14 @@ def test_ten_steps_equal_the_unsharded_optimizer(name: str, policy: str) -> None
     train(model, zero, range(10), averages="gradients" not in policy)
     assert_equal(values(model), values(reference))
     assert_equal(full_state_dict(zero), plain.state_dict())
+
+
+@run_ranks(2, 3, framework="tensorplay")
+def test_ranks_of_one_host_share_memory_unless_told_otherwise() -> None:
+    for asked in (True, False):
+        sharding = Sharding(shared_memory=asked)
+        zero = sharded(make_model().parameters(), tp.optim.SGD, lr=0.1, sharding=sharding)
+        assert zero.shards.group.shares_memory is asked
 
 
 def test_the_documented_signature_holds() -> None:
