@@ -1,7 +1,7 @@
 """Flat memory that parameters travel in; the only room that rebinds ``param.data``.
 
 A ``StagedBucket`` leaves parameters where they are and copies through a few reused buffers; a ``ViewedBucket`` makes
-parameters views of one flat tensor, so that nothing is copied, and can give them their own memory back.
+parameters views of one flat tensor, from and into which they travel, and can give them their own memory back.
 Both stand for one ``Bucket`` of a layout and hand out a flat tensor per section. An ``OwnedSection`` is what the local
 optimizer sees of one, master weights included; a ``GradientBucket`` collects gradients in the same layout and keeps the
 part that this rank owns. None of them talks to other ranks.

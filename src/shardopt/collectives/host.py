@@ -161,8 +161,7 @@ class Host:
         Tensors that lie elsewhere are copied, one after the other, into one piece. Every rank is told, so that none can run
         ahead of those that have nothing to send to it.
         """
-        places = {r: self._file.find(tensor.data_ptr()) for r, tensor in tensors.items()}
-        outside = {id(t): t for r, t in tensors.items() if places[r] is None}
+        outside = {id(t): t for t in tensors.values() if self._file.find(t.data_ptr()) is None}
         copies: dict[int, Tensor] = {}
         memory = None
         if outside:
