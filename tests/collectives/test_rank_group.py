@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shardopt.collectives import LoneRank, RankGroup
+from shardopt.collectives.host import Host
 from tests.collectives.scripted import CONTROL, DATA, Distributed, NamedGroup
 
 
@@ -248,3 +249,67 @@ def test_a_group_is_not_kept_alive(distributed):
     del short_lived
     assert seen() is None
     assert len(groups) == 2
+
+
+# --- meeting --------------------------------------------------------------------------------------
+
+
+class Meeting(Distributed):
+    """Three ranks in one process that meet one after the other: gathers answer with what was prepared."""
+
+    def __init__(self, rank, objects, flags):
+        super().__init__(rank)
+        self._objects = objects
+        self._flags = flags
+
+    def all_gather_object(self, everyone, value, *, group):
+        everyone[:] = self._objects(value)
+
+    def all_gather(self, everyone, mine, *, group, async_op):
+        for theirs, flag in zip(everyone, self._flags(int(mine)), strict=True):
+            theirs.fill_(flag)
+        return self._work()
+
+
+def meet(objects, flags=lambda mine: [mine] * 3, *, shares_memory=True):
+    distributed = Meeting(1, objects, flags)
+    group = RankGroup(torch, distributed, DATA, control=CONTROL)
+    group.meet(shares_memory=shares_memory, timeout_s=1.0)
+    return group, distributed
+
+
+def test_ranks_that_meet_take_the_tag_of_rank_0(distributed):
+    group, distributed = meet(lambda mine: [(77, None), mine, (5, None)], shares_memory=False)
+    group.send(torch.zeros(1), dst=2)
+    group.recv(torch.zeros(1), src=0)
+    assert distributed.tags == [77, 77]
+
+
+def test_a_rank_without_memory_to_share_leaves_all_without():
+    group, _ = meet(lambda mine: [(7, None), mine, (7, mine[1])])
+    assert not group.shares_memory
+
+
+def test_ranks_that_can_read_each_other_share_memory():
+    others = {
+        rank: Host(torch, rank, [r for r in range(3) if r != rank], timeout_s=1.0)
+        for rank in (0, 2)
+    }
+    group, _ = meet(lambda mine: [(7, others[0].card), mine, (7, others[2].card)])
+    assert group.shares_memory
+
+
+def test_one_rank_that_cannot_read_the_others_leaves_all_without():
+    others = {
+        rank: Host(torch, rank, [r for r in range(3) if r != rank], timeout_s=1.0)
+        for rank in (0, 2)
+    }
+    group, _ = meet(
+        lambda mine: [(7, others[0].card), mine, (7, others[2].card)], lambda mine: [0, mine, 1]
+    )
+    assert not group.shares_memory
+
+
+def test_nothing_is_shared_that_was_not_asked_for():
+    group, _ = meet(lambda mine: [(7, None), mine, (7, None)], shares_memory=False)
+    assert not group.shares_memory

@@ -1,13 +1,15 @@
 """The torch adapter: what of it is no tensor method."""
 
 import gc
+import types
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
 
 from shardopt.frameworks.sharded_gradient import ShardedGradient
-from shardopt.frameworks.torch import TORCH
+from shardopt.frameworks.torch import TORCH, timeout_of
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 
@@ -140,3 +142,28 @@ def test_a_stand_in_is_a_gradient_that_a_parameter_takes():
     param = torch.nn.Parameter(torch.ones(2, 3))
     param.grad = TORCH.autograd.stand_in(param, None, 7)
     assert (type(param.grad), param.grad._index) == (ShardedGradient, 7)
+
+
+# --- timeout_of -----------------------------------------------------------------------------------
+
+
+class Group:
+    """A process group whose backend for the CPU has these options, or none."""
+
+    def __init__(self, **options):
+        self._options = options
+
+    def _get_backend(self, device):
+        assert device == torch.device("cpu")
+        if not self._options:
+            raise RuntimeError("Backend made up does not implement getBackendOptions")
+        return types.SimpleNamespace(options=types.SimpleNamespace(**self._options))
+
+
+def test_the_timeout_of_a_group_is_in_seconds():
+    assert timeout_of(Group(_timeout=timedelta(minutes=2, milliseconds=500))) == 120.5
+
+
+@pytest.mark.parametrize("group", [Group(), Group(other=1)], ids=["no backend", "no timeout"])
+def test_a_group_that_does_not_tell_its_timeout_has_that_of_torch(group):
+    assert timeout_of(group) == torch.distributed.default_pg_timeout.total_seconds()
