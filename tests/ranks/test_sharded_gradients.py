@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 from shardopt import Sharding
+from shardopt.collectives import StagingPool
+from shardopt.frameworks.sharded_gradient import ShardedGradient
 from shardopt.testing import run_ranks
 from tests.ranks.averaging import (
     POLICIES,
@@ -208,6 +213,56 @@ def test_a_step_moves_twice_the_parameters_once_around(policy: str) -> None:
         assert step.nbytes("isend") == (2 * half if by_hand else half)
         assert step.nbytes("broadcast", "all_reduce") == 0
         assert backward.nbytes("broadcast", "all_reduce") == 0
+
+
+@contextmanager
+def _lent_nbytes() -> Iterator[list[int]]:
+    """Bytes of staging memory in use after each time that some was taken or given back."""
+    in_use, take, give_back = [0], StagingPool.take, StagingPool.give_back
+
+    def count_taken(pool: StagingPool, numel: int, *, like: torch.Tensor) -> torch.Tensor:
+        taken = take(pool, numel, like=like)
+        in_use.append(in_use[-1] + taken.nbytes)
+        return taken
+
+    def count_given_back(pool: StagingPool, tensor: torch.Tensor) -> None:
+        in_use.append(in_use[-1] - tensor.nbytes)
+        give_back(pool, tensor)
+
+    with (
+        mock.patch.object(StagingPool, "take", count_taken),
+        mock.patch.object(StagingPool, "give_back", count_given_back),
+    ):
+        yield in_use
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@run_ranks(2, 3)
+def test_a_rank_keeps_its_part_of_the_gradients_and_at_most_two_buckets_under_way(
+    shared_memory: bool,
+) -> None:
+    """S / N bytes; a third bucket is being filled meanwhile, and what is received needs room for N - 1 sections more."""
+    world_size = dist.get_world_size()
+    params = [nn.Parameter(torch.ones(1024)) for _ in range(60 * world_size)]
+    size, bucket_nbytes = sum(p.nbytes for p in params), 4 * world_size * 4096
+    sharding = Sharding(
+        gradients=True,
+        granularity="element",
+        bucket_mb=bucket_nbytes / 2**20,
+        shared_memory=shared_memory,
+    )
+    zero = sharded(params, torch.optim.SGD, sharding=sharding, parameters_as_bucket_view=True)
+    for _ in range(3):
+        with _lent_nbytes() as in_use:
+            sum(param.square().sum() for param in params).backward()
+        assert (
+            sum(bucket.shard.nbytes for bucket in zero.shards.gradient_buckets)
+            == size // world_size
+        )
+        assert all(type(param.grad) is ShardedGradient for param in params)
+        assert in_use[-1] <= 2 * bucket_nbytes
+        assert max(in_use) <= 4 * bucket_nbytes
+        zero.step()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
