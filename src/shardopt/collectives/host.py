@@ -28,7 +28,7 @@ class Host:
     """All ranks of a group, if they run on one host, on its CPUs.
 
     Note [Shared memory]: over loopback each byte is copied into the kernel and out again, by threads that compete with
-    the training for the cores. Here what a rank sends lies in memory that its peers can read; a message of three integers
+    the training for the cores. Here what a rank sends lies in memory that its peers can read; a message of four integers
     says where, and orders the reading after the writing. A receiver adds up, or copies, straight from there. Whether all
     have read is seen in memory, so a sender never waits for that: memory that is still being read is not used again yet.
     """
