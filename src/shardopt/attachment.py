@@ -56,7 +56,7 @@ class Attachment:
         for number, (submodule, _) in enumerate(self._holders):
             submodule.register_forward_pre_hook(outside_of_graphs(self._hook(number)))
         for submodule in module.modules():
-            submodule.register_state_dict_pre_hook(self._drain)
+            submodule.register_state_dict_pre_hook(lambda *_: exchange.drain())
         self.read()
 
     def read(self) -> None:
@@ -86,9 +86,6 @@ class Attachment:
         never = [self._waits[number] for number in self._waits if number not in self._called]
         self._early = sorted({bucket for buckets in never for bucket in buckets})
         self.is_ready = True
-
-    def _drain(self, *_: Any) -> None:
-        self._exchange.drain()
 
 
 def _holders(module: Any) -> Iterator[tuple[Any, list[Any]]]:

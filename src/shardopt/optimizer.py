@@ -286,8 +286,8 @@ class ShardedOptimizer:
     def attach(self, module: Any, *, broadcast_buffers: bool = False) -> None:
         """Let ``step()`` return while parameters travel; each submodule's forward waits for those it holds. Collective.
 
-        (Where ranks share memory, only the last two buckets do.) Whatever reads parameters elsewhere between ``step()`` and
-        the end of the next forward has to call ``wait()`` first; ``module.state_dict()`` does.
+        Whatever reads parameters elsewhere between ``step()`` and the end of the next forward has to call ``wait()`` first;
+        ``module.state_dict()`` does. Where ranks share memory, nothing travels by itself, so ``step()`` waits all the same.
 
         Args:
             module: The module that is called in training; holds some or all parameters.
@@ -319,12 +319,12 @@ class ShardedOptimizer:
         """Collect the whole state on rank ``to`` of the group, in CPU memory, for ``state_dict()``. Collective.
 
         Tensors travel in chunks; ranks other than ``to`` hold ``Sharding.bucket_mb`` of them beyond their own state.
-        What an earlier call collected is dropped on every rank. Rank ``to`` holds what was collected until the next
-        call, or until ``load_state_dict()``.
+        What an earlier call collected is dropped on every rank; rank ``to`` keeps this until then, or ``load_state_dict()``.
 
         Raises:
             ValueError: ``to`` is no rank of the group, or not equal on all ranks.
         """
+        self.wait()
         self._pieces.state.consolidate(self.param_groups, to=to)
 
     def state_dict(self) -> dict[str, Any]:

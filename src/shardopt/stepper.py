@@ -240,6 +240,8 @@ class Stepper:
         update.finish(self._group, self._exchange, launched=launched, doing=doing)
         if self._awaits_exchange:
             self._exchange.drain()
+        else:
+            self._exchange.drain_copies()
 
     def _forget_gradients(self) -> None:
         """Drop gradients that were made for a step: averages, and parts of gradients."""

@@ -232,8 +232,9 @@ def test_ordinary_gradients_are_unscaled_beside_them(params):
 
 TEXT = (
     " on a gradient that is sharded over ranks (Sharding(gradients=True)): between backward and step() each rank holds a "
-    "part of the average only; clip with torch.nn.utils.clip_grad_norm_() or optimizer.clip_grad_norm_(), scale in "
-    "place, or read gradients in a tensor hook (param.register_hook) before they are averaged"
+    "part of the average only; clip with torch.nn.utils.clip_grad_norm_() or optimizer.clip_grad_norm_(), read norm() on "
+    "all ranks, scale in place, or read gradients in a tensor hook (param.register_hook) before they are averaged; and do "
+    "not wrap the model in DistributedDataParallel"
 )
 REFUSED = {
     "aten.add.Tensor": lambda g: g + 1,

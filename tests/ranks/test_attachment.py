@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
+from shardopt import Sharding
 from shardopt.testing import run_ranks
 from tests.ranks.averaging import (
     POLICIES,
@@ -30,7 +32,13 @@ from tests.ranks.training import (
     train,
 )
 
-VIEWS = {name: {**p, "parameters_as_bucket_view": True} for name, p in POLICIES.items()}
+VIEWS: dict[str, dict[str, Any]] = {
+    name: {**with_sharding(p, shared_memory=False), "parameters_as_bucket_view": True}
+    for name, p in POLICIES.items()
+    if "network" not in name
+}
+"""Over the network, where parameters travel by themselves; and through shared memory, where a step waits for them."""
+VIEWS["by element, shared"] = POLICIES["by element"]
 
 
 class Tied(nn.Module):
@@ -277,3 +285,28 @@ def test_a_compiled_part_waits_for_all_it_holds() -> None:
     assert_same_params(model, reference)
     loss_of(model, 9).backward()
     average_in_rank_order([])
+
+
+@run_ranks(1, 2)
+def test_an_attached_module_can_be_copied() -> None:
+    """For a moving average of parameters, say; the copy computes on its own."""
+    model = make_model()
+    zero = sharded(
+        model.parameters(),
+        torch.optim.SGD,
+        lr=0.1,
+        parameters_as_bucket_view=True,
+        sharding=Sharding(gradients=True),
+    )
+    zero.attach(model)
+    train(model, zero, range(3))
+    zero.wait()
+    copied = copy.deepcopy(model)
+    expected = [param.detach().clone() for param in model.parameters()]
+    train(model, zero, range(3, 5))
+    assert_equal([param.detach() for param in copied.parameters()], expected)
+    assert not any(
+        p.data_ptr() == q.data_ptr()
+        for p, q in zip(copied.parameters(), model.parameters(), strict=True)
+    )
+    copied(batch(0))

@@ -99,6 +99,30 @@ def test_parameters_awaited_in_forward_are_those_of_a_step_that_waits() -> None:
 
 
 @run_ranks(2, 3)
+def test_parameters_are_there_when_step_returns_though_the_module_is_attached() -> None:
+    """Nothing travels by itself, so nothing would be won by waiting in forward."""
+    models = [make_model(), make_model()]
+    for model, attaches in zip(models, (True, False), strict=True):
+        zero = _made(model.parameters(), bucket_mb=0.0005, **ELEMENTS)
+        if attaches:
+            zero.attach(model)
+        train(model, zero, range(6))
+    assert_same_params(*models)
+
+
+@run_ranks(2)
+def test_consolidating_a_state_dict_waits_for_parameters() -> None:
+    models = [make_model(), make_model()]
+    for model, attaches in zip(models, (True, False), strict=True):
+        zero = _made(model.parameters(), bucket_mb=0.0005, shared_memory=False, **ELEMENTS)
+        if attaches:
+            zero.attach(model)
+        train(model, zero, range(6))
+        zero.consolidate_state_dict()
+    assert_same_params(*models)
+
+
+@run_ranks(2, 3)
 def test_a_parameter_that_is_changed_right_after_the_step_is_changed_once() -> None:
     """What others still read of the step is a copy."""
     models = [make_model(), make_model()]

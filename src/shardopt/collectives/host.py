@@ -251,5 +251,5 @@ class Arrival:
 def _out_of_step(peer: int) -> RuntimeError:
     return RuntimeError(
         f"rank {peer} exchanges something else than this rank does; every rank has to make the same calls of the optimizer, "
-        "in the same order"
+        "in the same order (to read the norm of a sharded gradient is such a call)"
     )

@@ -75,8 +75,8 @@ def _refusal(what: str) -> RuntimeError:
     return RuntimeError(
         f"{what} on a gradient that is sharded over ranks (Sharding(gradients=True)): between backward and step() each "
         "rank holds a part of the average only; clip with torch.nn.utils.clip_grad_norm_() or "
-        "optimizer.clip_grad_norm_(), scale in place, or read gradients in a tensor hook (param.register_hook) "
-        "before they are averaged"
+        "optimizer.clip_grad_norm_(), read norm() on all ranks, scale in place, or read gradients in a tensor hook "
+        "(param.register_hook) before they are averaged; and do not wrap the model in DistributedDataParallel"
     )
 
 

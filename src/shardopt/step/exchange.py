@@ -80,6 +80,11 @@ class Exchange:
         while self._in_flight:
             self.wait(next(iter(self._in_flight)))
 
+    def drain_copies(self) -> None:
+        """Wait for buckets that hold memory while they travel, so that it need not be held until they are used. Local."""
+        for number in [number for number in self._in_flight if self._is_bounded(number)]:
+            self.wait(number)
+
     def _abandon(self) -> None:
         """Finish what is left after an exception, which matters more than theirs."""
         while self._in_flight:
