@@ -100,7 +100,7 @@ def make_exchange(make_buckets, recording, scripted):
         exchange = Exchange(
             group,
             buckets,
-            is_bounded=lambda number: is_bounded,
+            is_bounded=is_bounded if callable(is_bounded) else lambda number: is_bounded,
             touch=lambda number, ranks: touched.append(number),
         )
         return exchange, group, buckets, touched
@@ -113,6 +113,15 @@ def test_staged_buckets_in_flight_are_bounded(make_exchange):
     for number in range(len(buckets)):
         exchange.launch(number, [0])
     assert (group.deepest, group.num_in_flight) == (DEPTH, DEPTH)
+
+
+def test_buckets_without_a_bound_do_not_count_for_those_with_one(make_exchange):
+    exchange, group, buckets, _ = make_exchange(count=12, is_bounded=lambda number: number % 2 == 1)
+    for number in range(len(buckets)):
+        exchange.launch(number, [0])
+    assert group.num_in_flight == len(buckets) // 2 + DEPTH
+    exchange.drain_copies()
+    assert group.num_in_flight == len(buckets) // 2
 
 
 def test_buckets_of_views_are_all_in_flight_at_once(make_exchange):

@@ -20,8 +20,8 @@ class Framework:
         name: ``"torch"`` or ``"tensorplay"``.
         is_tensor: Whether an object is a tensor of the framework.
         copy_all: Copies tensors in as few kernels as possible, unseen by autograd.
-        find_group: Turns what the user passed as ``process_group`` into a ``Group``, or raises ``ValueError``,
-            ``TypeError`` or ``RuntimeError``.
+        find_group: Turns what the user passed as ``process_group`` into a ``Group``, which shares memory if it is asked to
+            with ``shares_memory`` and can; or raises ``ValueError``, ``TypeError`` or ``RuntimeError``. Collective.
         reject_param: Why a parameter cannot be sharded, or None.
         reject_overlap: Why steps in DDP's backward are not to be had, or None.
         reject_optimizer: Why an optimizer class cannot be sharded, or None.

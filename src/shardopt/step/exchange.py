@@ -54,8 +54,9 @@ class Exchange:
             self._touch(number, ranks)
             return
         self.wait(number)
-        if self._is_bounded(number) and len(self._in_flight) == DEPTH:
-            self.wait(next(iter(self._in_flight)))
+        bounded = [other for other in self._in_flight if self._is_bounded(other)]
+        if self._is_bounded(number) and len(bounded) == DEPTH:
+            self.wait(bounded[0])
         try:
             finish = launch_exchange(self._group, self._buckets[number], ranks)
             self._in_flight[number] = finish, ranks
