@@ -203,7 +203,10 @@ def add_up(
             out.add_(part, alpha=scale)
         return
     ordered = list(parts)
-    total = out if not adds else ordered[0] if total is None else total
+    if not adds:
+        total = out
+    elif total is None:
+        total = ordered[0]
     if len(ordered) > 1 and ordered[1] is total:
         ordered[:2] = [total, ordered[0]]  # a + b is b + a to the bit
     num_added = 1

@@ -75,11 +75,9 @@ class Mailbox:
         """
         assert len(values) <= MAX_INTS
         message = array(INT64, values)
-        is_sent = False
-        while not is_sent:
+        while True:
             try:
-                self._outboxes[peer].send_bytes(message)
-                is_sent = True
+                return self._outboxes[peer].send_bytes(message)
             except BlockingIOError:
                 self._make_room(peer)
             except BrokenPipeError:

@@ -54,8 +54,7 @@ class Exchange:
             self._touch(number, ranks)
             return
         self.wait(number)
-        bounded = [other for other in self._in_flight if self._is_bounded(other)]
-        if self._is_bounded(number) and len(bounded) == DEPTH:
+        if self._is_bounded(number) and len(bounded := self._bounded_in_flight()) == DEPTH:
             self.wait(bounded[0])
         try:
             finish = launch_exchange(self._group, self._buckets[number], ranks)
@@ -83,8 +82,11 @@ class Exchange:
 
     def drain_copies(self) -> None:
         """Wait for buckets that hold memory while they travel, so that it need not be held until they are used. Local."""
-        for number in [number for number in self._in_flight if self._is_bounded(number)]:
+        for number in self._bounded_in_flight():
             self.wait(number)
+
+    def _bounded_in_flight(self) -> list[int]:
+        return [number for number in self._in_flight if self._is_bounded(number)]
 
     def _abandon(self) -> None:
         """Finish what is left after an exception, which matters more than theirs."""
