@@ -10,7 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardopt.testing import run_ranks
-from tests.ranks.averaging import POLICIES, average_in_rank_order
+from tests.ranks.averaging import (
+    POLICIES,
+    average_in_rank_order,
+    train_sharded,
+    train_unsharded,
+)
 from tests.ranks.training import (
     assert_same_params,
     loss_of,
@@ -45,20 +50,6 @@ def _made(model: nn.Module, policy: str) -> Any:
     return sharded(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, **POLICIES[policy])
 
 
-def _train(model: nn.Module, zero: Any, steps: range) -> None:
-    for step in steps:
-        loss_of(model, step).backward()
-        zero.step()
-
-
-def _train_unsharded(model: nn.Module, plain: Any, steps: range) -> None:
-    for step in steps:
-        plain.zero_grad()
-        loss_of(model, step).backward()
-        average_in_rank_order(model)
-        plain.step()
-
-
 @pytest.mark.parametrize("failing", [[0], [1], [0, 1, 2]], ids=str)
 @pytest.mark.parametrize("policy", POLICIES)
 @run_ranks(1, 2, 3)
@@ -68,15 +59,15 @@ def test_after_a_backward_that_failed_anywhere_and_zero_grad_everywhere_training
     reference, model = make_model(), make_model()
     plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
     zero = _made(model, policy)
-    _train_unsharded(reference, plain, range(2))
-    _train(model, zero, range(2))
+    train_unsharded(reference, plain, range(2))
+    train_sharded(model, zero, range(2))
     if dist.get_rank() in failing:
         _fail_half_way(model, 2)
     else:
         loss_of(model, 2).backward()
     zero.zero_grad()
-    _train_unsharded(reference, plain, range(3, 5))
-    _train(model, zero, range(3, 5))
+    train_unsharded(reference, plain, range(3, 5))
+    train_sharded(model, zero, range(3, 5))
     assert_same_params(model, reference)
 
 
@@ -85,7 +76,7 @@ def test_after_a_backward_that_failed_anywhere_and_zero_grad_everywhere_training
 def test_gradients_dropped_on_one_rank_only_raise_at_the_step_of_all(policy: str) -> None:
     model = make_model()
     zero = _made(model, policy)
-    _train(model, zero, range(2))
+    train_sharded(model, zero, range(2))
     loss_of(model, 2).backward()
     before = [param.detach().clone() for param in model.parameters()]
     if dist.get_rank() == 1:
@@ -106,8 +97,8 @@ def test_after_that_zero_grad_everywhere_lets_training_go_on(policy: str) -> Non
         zero.zero_grad()
     assert all(raises_everywhere(zero.step))
     zero.zero_grad()
-    _train_unsharded(reference, plain, range(3, 5))
-    _train(model, zero, range(3, 5))
+    train_unsharded(reference, plain, range(3, 5))
+    train_sharded(model, zero, range(3, 5))
     assert_same_params(model, reference)
 
 

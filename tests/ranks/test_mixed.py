@@ -10,7 +10,7 @@ from torch import nn
 
 from shardopt import Sharding, newton_schulz_work
 from shardopt.testing import run_ranks
-from tests.ranks.averaging import average_in_rank_order
+from tests.ranks.averaging import average_in_rank_order, train_sharded, train_unsharded
 from tests.ranks.training import (
     assert_equal,
     assert_same_params,
@@ -60,13 +60,8 @@ def test_groups_of_both_granularities_equal_the_unsharded(
         parameters_as_bucket_view=True,
         sharding=sharding,
     )
-    for step in range(5):
-        plain.zero_grad()
-        loss_of(reference, step).backward()
-        average_in_rank_order(reference)
-        plain.step()
-        loss_of(model, step).backward()
-        zero.step()
+    train_unsharded(reference, plain, range(5))
+    train_sharded(model, zero, range(5))
     assert_same_params(model, reference)
     assert_equal(full_state_dict(zero), plain.state_dict())
     assert all("granularity" not in group for group in zero.param_groups)
@@ -120,13 +115,8 @@ def test_an_optimizer_that_one_vouches_for_is_cut_by_element() -> None:
     zero = sharded(
         model.parameters(), OwnAdam, lr=0.01, parameters_as_bucket_view=True, sharding=sharding
     )
-    for step in range(4):
-        plain.zero_grad()
-        loss_of(reference, step).backward()
-        average_in_rank_order(reference)
-        plain.step()
-        loss_of(model, step).backward()
-        zero.step()
+    train_unsharded(reference, plain, range(4))
+    train_sharded(model, zero, range(4))
     assert_same_params(model, reference)
 
 
