@@ -13,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from shardopt import Sharding
 from shardopt.testing import run_ranks
+from tests.ranks.arrivals import arriving_when_awaited
 from tests.ranks.averaging import (
     POLICIES,
     average_in_rank_order,
@@ -145,8 +146,9 @@ def test_a_state_dict_right_after_the_step_is_complete_and_so_is_an_evaluation()
     for step in range(4):
         train_unsharded(reference, plain, [step])
         for name, model in models.items():
-            loss_of(model, step).backward()
-            zeros[name].step()
+            with arriving_when_awaited():
+                loss_of(model, step).backward()
+                zeros[name].step()
             if step == 1:
                 assert_equal(dict(model.state_dict()), dict(reference.state_dict()), name)
             elif step == 2:

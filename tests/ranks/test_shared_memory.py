@@ -17,6 +17,7 @@ from shardopt import Sharding
 from shardopt.collectives import host
 from shardopt.testing import run_ranks
 from shardopt.testing.ranks import RankError
+from tests.ranks.arrivals import arriving_when_awaited
 from tests.ranks.training import (
     assert_equal,
     assert_same_params,
@@ -86,39 +87,30 @@ def test_accumulated_gradients_are_bitwise_those_over_the_network() -> None:
     assert_same_params(*models)
 
 
+READ_AFTER: dict[str, Any] = {
+    "step()": lambda zero: None,
+    "wait()": lambda zero: zero.wait(),
+    "consolidate_state_dict()": lambda zero: zero.consolidate_state_dict(),
+}
+
+
+@pytest.mark.parametrize(
+    ("shared_memory", "then"),
+    [(True, "step()"), (True, "wait()"), (False, "wait()"), (False, "consolidate_state_dict()")],
+)
 @run_ranks(2, 3)
-def test_parameters_awaited_in_forward_are_those_of_a_step_that_waits() -> None:
+def test_parameters_of_an_attached_module_are_those_of_a_step_that_waits(
+    shared_memory: bool, then: str
+) -> None:
+    """Through shared memory nothing travels by itself, so they are there when ``step()`` returns."""
     models = [make_model(), make_model()]
     for model, attaches in zip(models, (True, False), strict=True):
-        zero = _made(model.parameters(), bucket_mb=0.0005, **ELEMENTS)
+        zero = _made(model.parameters(), bucket_mb=0.0005, shared_memory=shared_memory, **ELEMENTS)
         if attaches:
             zero.attach(model)
-        train(model, zero, range(6))
-        zero.wait()
-    assert_same_params(*models)
-
-
-@run_ranks(2, 3)
-def test_parameters_are_there_when_step_returns_though_the_module_is_attached() -> None:
-    """Nothing travels by itself, so nothing would be won by waiting in forward."""
-    models = [make_model(), make_model()]
-    for model, attaches in zip(models, (True, False), strict=True):
-        zero = _made(model.parameters(), bucket_mb=0.0005, **ELEMENTS)
-        if attaches:
-            zero.attach(model)
-        train(model, zero, range(6))
-    assert_same_params(*models)
-
-
-@run_ranks(2)
-def test_consolidating_a_state_dict_waits_for_parameters() -> None:
-    models = [make_model(), make_model()]
-    for model, attaches in zip(models, (True, False), strict=True):
-        zero = _made(model.parameters(), bucket_mb=0.0005, shared_memory=False, **ELEMENTS)
-        if attaches:
-            zero.attach(model)
-        train(model, zero, range(6))
-        zero.consolidate_state_dict()
+        with arriving_when_awaited():
+            train(model, zero, range(6))
+            READ_AFTER[then](zero)
     assert_same_params(*models)
 
 
