@@ -29,7 +29,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-import shardopt
+from shardopt import ZeroRedundancyOptimizer
 
 MAX_GRADIENT_NORM = 1.0
 WARM_UP_STEPS = 50
@@ -46,13 +46,13 @@ def make_optimizer(model: DistributedDataParallel, options: Options) -> Optimize
     if options.is_unsharded:
         optimizer = optimizer_class(model.parameters(), lr=lr)
     else:  # sharding is this one line:
-        optimizer = shardopt.ZeroRedundancyOptimizer(model.parameters(), optimizer_class, lr=lr)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class, lr=lr)
     return optimizer
 
 
 def collect_optimizer_state(optimizer: Optimizer, rank: Rank) -> dict[str, Any] | None:
     """Return the whole state on rank 0, as the plain optimizer would save it; None elsewhere. Collective."""
-    if isinstance(optimizer, shardopt.ZeroRedundancyOptimizer):
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.consolidate_state_dict(to=0)
     return optimizer.state_dict() if rank.is_first else None
 
@@ -280,7 +280,7 @@ def show_memory(training: Training, checkpoint: dict[str, Any] | None, report: R
     dist.all_gather_object(by_rank, by_rank[0])
     if checkpoint is None:
         return
-    if not isinstance(training.optimizer, shardopt.ZeroRedundancyOptimizer):
+    if not isinstance(training.optimizer, ZeroRedundancyOptimizer):
         report.show_memory(by_rank)
         return
     plain = find_optimizer(training.recipe.optimizer)(

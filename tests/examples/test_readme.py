@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+NAMES_OF_THREADS = """
+from pathlib import Path
+print("threads", [(thread / "comm").read_text() for thread in Path("/proc/self/task").iterdir()])
+"""
 README = Path(__file__).parents[2] / "README.md"
 
 
@@ -23,7 +27,7 @@ def test_every_block_is_python():
 @pytest.mark.timeout(120)
 def test_the_script_trains_on_two_processes(tmp_path):
     [script] = [block for block in blocks() if "init_process_group" in block]
-    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "train.py").write_text(script + NAMES_OF_THREADS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     run = subprocess.run(
         [*command, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=110
@@ -32,3 +36,5 @@ def test_the_script_trains_on_two_processes(tmp_path):
     norms = re.findall(r"rank (\d): norm (\d\.\d+)", run.stdout)
     assert sorted(rank for rank, _ in norms) == ["0", "1"]
     assert len({norm for _, norm in norms}) == 1
+    assert run.stdout.count("threads") == 2
+    assert "gloo" not in run.stdout  # such threads may abort the process at its end

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # whose default arguments keep the process group, if there is one by then
+import torch.distributed.nn.functional  # whose default arguments keep the process group, unless it is made later
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
