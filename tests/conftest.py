@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from shardopt.collectives import Pending, RankGrid, RankGroup, StagingPool
+from shardopt.collectives import HybridGroup, Pending, RankGroup, StagingPool
 
 settings.register_profile(
     "shardopt",
@@ -349,10 +349,10 @@ def run_threads() -> Callable[[int, Callable[[ThreadGroup], Any]], Run]:
 
 
 @pytest.fixture
-def run_grid() -> Callable[[int, int, Callable[[RankGrid], Any]], Run]:
+def run_hybrid() -> Callable[[int, int, Callable[[HybridGroup], Any]], Run]:
     """Call a function with the grid of each member, a thread per member, row by row; errors are kept, not raised."""
 
-    def run(num_rows: int, num_columns: int, function: Callable[[RankGrid], Any]) -> Run:
+    def run(num_rows: int, num_columns: int, function: Callable[[HybridGroup], Any]) -> Run:
         world = ThreadWorld(num_rows * num_columns)
         grids = []
         for member in range(num_rows * num_columns):
@@ -363,7 +363,7 @@ def run_grid() -> Callable[[int, int, Callable[[RankGrid], Any]], Run]:
                 ThreadGroup(world, column, threads=of_row),
                 ThreadGroup(world, row, threads=of_column),
             ]
-            grids.append(RankGrid(*groups))
+            grids.append(HybridGroup(*groups))
         return run_on(grids, world, function)
 
     return run

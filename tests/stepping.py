@@ -3,8 +3,8 @@
 import torch
 
 from shardopt import Sharding
-from shardopt.assembly import assemble
 from shardopt.frameworks.torch import TORCH
+from shardopt.optimizer import assemble
 from shardopt.shards import Shards
 from shardopt.step import LossScale, copy_options
 from tests.sharding import POLICY
@@ -57,6 +57,16 @@ class Local(torch.optim.SGD):
         return word, self.param_groups[0]["lr"]
 
 
+class Membership:
+    """Of a ``Join`` that is over when it is told so."""
+
+    def __init__(self, is_set):
+        self.is_set = is_set
+
+    def is_active(self):
+        return self.is_set
+
+
 class Rank:
     """Two parameters, of 4 and 9 elements, that two ranks share: by parameter rank 0 owns the larger."""
 
@@ -83,21 +93,33 @@ class Rank:
         self.local = kind(self.shards.local_groups(self.groups), lr=0.5)
         copy_options(self.local.param_groups, self.groups)
         self.fired = []
-        self.is_in_join = is_in_join
+        self.membership = Membership(is_in_join)
         pieces = assemble(
             group,
             TORCH,
             sharding,
             self.shards,
             self.local,
-            param_groups=lambda: self.groups,
+            param_groups=self.groups,
             fire_hooks=lambda *, before: self.fired.append("before" if before else "after"),
-            is_in_join=lambda: self.is_in_join,
+            membership=self.membership,
             is_separable=is_separable,
             overlaps=False,
         )
         self.pieces = pieces
-        self.stepper, self.intake, self.exchange = pieces.stepper, pieces.intake, pieces.exchange
+        self.stepper, self.reduction, self.exchange = (
+            pieces.stepper,
+            pieces.reduction,
+            pieces.exchange,
+        )
+
+    @property
+    def is_in_join(self):
+        return self.membership.is_active()
+
+    @is_in_join.setter
+    def is_in_join(self, is_active):
+        self.membership.is_set = is_active
 
     def give_gradients(self, *values):
         """Gradients assigned by hand; None for no gradient."""

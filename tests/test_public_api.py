@@ -237,24 +237,16 @@ def test_importing_shardopt_imports_no_framework():
 
 
 ROOMS = [
-    "arguments",
-    "assembly",
-    "attachment",
-    "backward_stepper",
-    "clipper",
-    "costs",
-    "state",
     "partition",
     "collectives",
     "buffers",
-    "step",
-    "stepper",
-    "checkpoint",
-    "join",
-    "param_groups",
-    "shards",
-    "optimizer",
     "frameworks",
+    "arguments",
+    "shards",
+    "gradients",
+    "step",
+    "checkpoint",
+    "optimizer",
     "testing",
 ]
 

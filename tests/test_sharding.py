@@ -91,11 +91,11 @@ def test_master_weights_need_no_sharded_gradients():
     assert Sharding(master_dtype="float32").gradients is False
 
 
-# --- facts ----------------------------------------------------------------------------------------
+# --- fingerprint ----------------------------------------------------------------------------------------
 
 
 def test_ranks_compare_every_option_but_the_cost():
-    assert Sharding(bucket_mb=2, cost=len).facts() == (
+    assert Sharding(bucket_mb=2, cost=len).fingerprint() == (
         "granularity=parameter, gradients=False, step_in_backward=False, master_dtype=None, reduce_dtype=None, "
         "sum_dtype=None, bucket_mb=2, shared_memory=True, elementwise=False"
     )
@@ -117,8 +117,11 @@ def test_ranks_compare_every_option_but_the_cost():
 )
 def test_facts_differ_where_ranks_must_not(change):
     rest = {"gradients": True} if len(change) > 1 else {}
-    assert Sharding(**change).facts() != Sharding(**rest).facts()
+    assert Sharding(**change).fingerprint() != Sharding(**rest).fingerprint()
 
 
 def test_costs_that_are_other_functions_are_no_difference():
-    assert Sharding(cost=lambda spec: 1.0).facts() == Sharding(cost=lambda spec: 1.0).facts()
+    assert (
+        Sharding(cost=lambda spec: 1.0).fingerprint()
+        == Sharding(cost=lambda spec: 1.0).fingerprint()
+    )

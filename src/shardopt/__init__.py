@@ -6,7 +6,6 @@ framework.
 
 from typing import TYPE_CHECKING, Any
 
-from shardopt.costs import newton_schulz_work
 from shardopt.errors import (
     NotConsolidatedError,
     OverlapError,
@@ -16,6 +15,7 @@ from shardopt.errors import (
     ShardoptError,
     StateMismatchError,
 )
+from shardopt.partition import newton_schulz_work
 from shardopt.sharding import Sharding
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from shardopt.overlap import backward_step_of
+from shardopt.step import backward_step_of
 from shardopt.torch import ZeroRedundancyOptimizer
 
 if TYPE_CHECKING:

@@ -73,6 +73,6 @@ class Sharding:
         """``bucket_mb`` in bytes."""
         return max(1, int(self.bucket_mb * 2**20))
 
-    def facts(self) -> str:
+    def fingerprint(self) -> str:
         """What ranks compare: all of it but ``cost``, which is compared by what it returns."""
         return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self)[:-1])

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from shardopt.arguments import read_specs
 from shardopt.buffers import GradientBucket
 from shardopt.collectives import StagingPool
 from shardopt.frameworks.torch import TORCH
-from shardopt.param_groups import read_specs
 from shardopt.partition import Bucket, Layout, ParamSpec, plan_element_layout, plan_layout
 
 DTYPES = [

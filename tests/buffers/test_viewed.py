@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from shardopt.arguments import read_specs
 from shardopt.buffers import ViewedBucket
 from shardopt.buffers.viewed import view_slot
-from shardopt.param_groups import read_specs
 from shardopt.partition import Slot
 
 ALIGNMENT = 64
@@ -28,7 +28,7 @@ def trained(*shapes):
     ]
 
 
-# --- adoption -------------------------------------------------------------------------------------
+# --- moving in ------------------------------------------------------------------------------------
 
 
 def test_parameters_keep_their_values(make_bucket, params, assert_equal):

@@ -3,10 +3,10 @@ import copy
 import pytest
 import torch
 
+from shardopt.arguments import read_specs
 from shardopt.checkpoint import collect_full, load_full, require_target
 from shardopt.errors import StateMismatchError
 from shardopt.frameworks.torch import empty_on_cpu
-from shardopt.param_groups import read_specs
 from shardopt.partition import Part
 
 OWNERS = [1, 0, 1]

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardopt.checkpoint import local_part, state_facts, validate
+from shardopt.arguments import read_specs
+from shardopt.checkpoint import local_part, state_fingerprint, validate
 from shardopt.checkpoint.load import PARAM_SHAPED_KEYS
 from shardopt.errors import StateMismatchError
-from shardopt.param_groups import read_specs
 from shardopt.partition import Part
 
 
@@ -166,11 +166,11 @@ def test_the_known_keys_are_those_with_the_shape_of_the_parameter(kind, options)
     assert set(state) & PARAM_SHAPED_KEYS == shaped
 
 
-# --- state_facts ----------------------------------------------------------------------------------
+# --- state_fingerprint ----------------------------------------------------------------------------------
 
 
 def test_state_facts_name_keys_and_shapes_of_each_parameter(full, specs):
-    assert state_facts(full, specs) == [
+    assert state_fingerprint(full, specs) == [
         ("param 0 'body.weight'", "[('exp_avg', (2, 3)), ('step', ())]"),
         ("param 1 'head.bias'", "[('exp_avg', (4,)), ('step', ())]"),
         ("param 2", "[]"),
@@ -182,24 +182,24 @@ def test_state_facts_name_keys_and_shapes_of_each_parameter(full, specs):
 @pytest.mark.parametrize("value", [None, True, 3, 0.5, "sum"])
 def test_state_facts_hold_plain_options_by_value(full, specs, value):
     full["param_groups"][1]["x"] = value
-    assert ("option 'x' of group 1", repr(value)) in state_facts(full, specs)
+    assert ("option 'x' of group 1", repr(value)) in state_fingerprint(full, specs)
 
 
 def test_state_facts_hold_tuples_among_the_options(full, specs):
     full["param_groups"][1]["betas"] = (0.9, 0.99)
-    assert "option 'betas' of group 1" in dict(state_facts(full, specs))
+    assert "option 'betas' of group 1" in dict(state_fingerprint(full, specs))
 
 
 def test_state_facts_do_not_depend_on_the_order_of_the_keys(full, specs):
     other = copy.deepcopy(full)
     other["state"][0] = dict(reversed(other["state"][0].items()))
-    assert state_facts(other, specs) == state_facts(full, specs)
+    assert state_fingerprint(other, specs) == state_fingerprint(full, specs)
 
 
 def test_state_facts_do_not_read_values(full, specs):
     other = copy.deepcopy(full)
     other["state"][0]["exp_avg"].zero_()
-    assert state_facts(other, specs) == state_facts(full, specs)
+    assert state_fingerprint(other, specs) == state_fingerprint(full, specs)
 
 
 # --- local_part -----------------------------------------------------------------------------------

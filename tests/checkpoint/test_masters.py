@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 
+from shardopt.arguments import read_specs
 from shardopt.checkpoint import collect_full, load_full
 from shardopt.checkpoint.load import MASTER_KEY, take_masters
 from shardopt.errors import StateMismatchError
 from shardopt.frameworks.torch import empty_on_cpu
-from shardopt.param_groups import read_specs
 from shardopt.partition import Part, parts_of, plan_element_layout
 
 SHAPES = [(2, 3), (4,), (3, 4)]

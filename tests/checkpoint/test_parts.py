@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardopt.arguments import read_specs
 from shardopt.checkpoint import collect_full, load_full, local_part, renumber, require_target
 from shardopt.checkpoint.state_dict import assemble, in_memory_order, shaped_like
 from shardopt.frameworks.torch import empty_on_cpu
-from shardopt.param_groups import read_specs
 from shardopt.partition import Part, parts_of, plan_element_layout
 
 KINDS = {

@@ -4,12 +4,14 @@ from hypothesis import strategies as st
 
 from shardopt.collectives import (
     LoneRank,
+    any_over_ranks,
     digest,
-    raise_as_settled,
+    raise_failures,
+    raise_if_any_failed,
     raise_together,
     require_equal,
-    settle,
 )
+from shardopt.collectives.flags import FLAGS_PER_INT
 from shardopt.errors import RankMismatchError, RemoteRankError
 
 facts_lists = st.lists(st.tuples(st.text(max_size=4), st.text(max_size=4)), max_size=5)
@@ -18,9 +20,11 @@ COMMON = [("lr", "0.1"), ("param 7", "(512, 512)"), ("param 8", "(3,)")]
 CHANGED = [("lr", "0.1"), ("param 7", "(512,)"), ("param 8", "(4,)")]
 
 
-def compare(facts_by_rank, **options):
-    """A function that gives each rank its facts."""
-    return lambda group: require_equal(group, facts_by_rank[group.rank], subject="plans", **options)
+def compare(fingerprints_by_rank, **options):
+    """A function that gives each rank its fingerprint."""
+    return lambda group: require_equal(
+        group, fingerprints_by_rank[group.rank], subject="plans", **options
+    )
 
 
 # --- digest ---------------------------------------------------------------------------------------
@@ -32,8 +36,8 @@ def test_digests_differ_exactly_where_facts_do(one, other):
 
 
 @given(facts_lists)
-def test_a_digest_is_a_non_negative_int_of_62_bits(facts):
-    assert 0 <= digest(facts) < 2**62
+def test_a_digest_is_a_non_negative_int_of_62_bits(fingerprint):
+    assert 0 <= digest(fingerprint) < 2**62
 
 
 def test_a_digest_depends_on_nothing_but_the_words():
@@ -112,7 +116,7 @@ def test_ranks_that_are_not_compared_raise_as_well(run_threads):
     assert [type(error) for error in run.errors] == [RankMismatchError] * 3
 
 
-# --- settle, raise_as_settled, raise_together -----------------------------------------------------
+# --- raise_if_any_failed, raise_failures, raise_together -----------------------------------------------------
 
 
 def failing_on(*ranks):
@@ -182,13 +186,16 @@ def test_raise_together_lets_an_interrupt_through_at_once(run_threads):
 
 
 def test_settle_passes_where_no_rank_has_an_error(run_threads):
-    run = run_threads(2, lambda group: settle(group, None, doing="loading"))
+    run = run_threads(2, lambda group: raise_if_any_failed(group, None, doing="loading"))
     assert run.texts == ["", ""]
 
 
 def test_settle_raises_on_every_rank(run_threads):
     run = run_threads(
-        2, lambda g: settle(g, ValueError("odd") if g.rank == 0 else None, doing="loading")
+        2,
+        lambda g: raise_if_any_failed(
+            g, ValueError("odd") if g.rank == 0 else None, doing="loading"
+        ),
     )
     assert run.texts == [
         "ValueError: odd",
@@ -198,10 +205,32 @@ def test_settle_raises_on_every_rank(run_threads):
 
 def test_raise_as_settled_needs_no_gather_of_ints(run_threads):
     run = run_threads(
-        2, lambda g: raise_as_settled(g, ValueError("odd") if g.rank else None, doing="loading")
+        2, lambda g: raise_failures(g, ValueError("odd") if g.rank else None, doing="loading")
     )
     assert run.world.num_gathers_by_rank == [{"ints": 0, "object": 1}] * 2
 
 
 def test_a_remote_error_is_a_runtime_error():
     assert issubclass(RemoteRankError, RuntimeError)
+
+
+# --- any_over_ranks ---------------------------------------------------------------------------
+
+
+def test_a_gradient_of_any_rank_counts_for_all(run_threads):
+    present = [[True, False, False, True], [False, False, True, True], [False] * 4]
+    run = run_threads(3, lambda group: any_over_ranks(group, present[group.rank]))
+    assert run.results == [[True, False, True, True]] * 3
+
+
+def test_agreeing_on_gradients_costs_one_gather_of_ints(run_threads):
+    run = run_threads(2, lambda group: any_over_ranks(group, [True]))
+    assert run.world.num_gathers_by_rank == [{"ints": 1, "object": 0}] * 2
+
+
+@given(
+    st.lists(st.booleans(), max_size=5)
+    | st.lists(st.booleans(), min_size=FLAGS_PER_INT, max_size=2 * FLAGS_PER_INT + 1)
+)
+def test_a_lone_rank_agrees_with_itself(present):
+    assert any_over_ranks(LoneRank(), present) == present

@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from shardopt.collectives import Group, LoneRank, Pending, RankGrid, RankGroup
+from shardopt.collectives import Group, HybridGroup, LoneRank, Pending, RankGroup
 
 
 class NamedGroup(str):
@@ -239,7 +239,7 @@ def test_a_lone_rank_cannot_receive():
         LoneRank().recv(torch.ones(1), src=0)
 
 
-@pytest.mark.parametrize("kind", [LoneRank, RankGroup, RankGrid])
+@pytest.mark.parametrize("kind", [LoneRank, RankGroup, HybridGroup])
 def test_a_group_offers_every_operation_of_the_protocol(kind):
     operations = {
         name

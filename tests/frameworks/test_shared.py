@@ -4,7 +4,7 @@ import types
 import pytest
 import torch
 
-from shardopt.collectives import LoneRank, RankGrid, RankGroup
+from shardopt.collectives import HybridGroup, LoneRank, RankGroup
 from shardopt.frameworks.shared import (
     ELEMENTWISE,
     SEPARABLE,
@@ -140,14 +140,14 @@ def test_a_mesh_of_one_dimension_shares_the_work(find):
 def test_a_mesh_of_two_dimensions_shards_along_the_second_and_replicates_along_the_first(find):
     replicas, shards = ProcessGroup(2, rank=1), ProcessGroup(3, rank=2)
     found = find(Mesh(2, [replicas, shards]))
-    assert (type(found), found.world_size, found.num_members) == (RankGrid, 3, 6)
+    assert (type(found), found.world_size, found.num_members) == (HybridGroup, 3, 6)
     assert (found.rank, found.process_group is shards, found.is_first_replica) == (2, True, False)
 
 
 def test_a_pair_of_groups_is_one_that_shards_and_one_that_replicates(find):
     shards, replicas = ProcessGroup(3, rank=2), ProcessGroup(2, rank=0)
     found = find((shards, replicas))
-    assert (type(found), found.world_size, found.num_members) == (RankGrid, 3, 6)
+    assert (type(found), found.world_size, found.num_members) == (HybridGroup, 3, 6)
     assert (found.rank, found.process_group is shards, found.is_first_replica) == (2, True, True)
 
 

@@ -140,7 +140,7 @@ def test_a_backward_that_fails_lets_go_of_what_waits_for_its_end():
 
 def test_a_stand_in_is_a_gradient_that_a_parameter_takes():
     param = torch.nn.Parameter(torch.ones(2, 3))
-    param.grad = TORCH.autograd.stand_in(param, None, 7)
+    param.grad = TORCH.autograd.placeholder(param, None, 7)
     assert (type(param.grad), param.grad._index) == (ShardedGradient, 7)
 
 

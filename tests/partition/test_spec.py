@@ -8,7 +8,7 @@ from shardopt.partition import ParamSpec, is_dense
 
 
 def spec(**changes):
-    facts = {
+    fingerprint = {
         "index": 7,
         "name": "head.bias",
         "group": 1,
@@ -19,7 +19,7 @@ def spec(**changes):
         "device": "cpu#0",
         "requires_grad": True,
     }
-    return ParamSpec(**{**facts, **changes})
+    return ParamSpec(**{**fingerprint, **changes})
 
 
 def offsets(shape, stride):
@@ -95,17 +95,20 @@ def test_label_of_a_nameless_parameter_is_its_index():
 
 
 def test_facts_state_what_ranks_compare():
-    assert spec().facts() == "(2, 3) 'head.bias' torch.float32 on cpu#0, trained, in group 1"
+    assert spec().fingerprint() == "(2, 3) 'head.bias' torch.float32 on cpu#0, trained, in group 1"
 
 
 def test_facts_of_a_frozen_nameless_parameter():
-    facts = spec(name=None, requires_grad=False).facts()
-    assert facts == "(2, 3) torch.float32 on cpu#0, frozen, in group 1"
+    fingerprint = spec(name=None, requires_grad=False).fingerprint()
+    assert fingerprint == "(2, 3) torch.float32 on cpu#0, frozen, in group 1"
 
 
 def test_facts_include_strides_on_request():
-    facts = spec(stride=(1, 2)).facts(with_stride=True)
-    assert facts == "(2, 3) strides (1, 2) 'head.bias' torch.float32 on cpu#0, trained, in group 1"
+    fingerprint = spec(stride=(1, 2)).fingerprint(with_stride=True)
+    assert (
+        fingerprint
+        == "(2, 3) strides (1, 2) 'head.bias' torch.float32 on cpu#0, trained, in group 1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,21 +125,21 @@ def test_facts_include_strides_on_request():
     ],
 )
 def test_facts_differ_where_ranks_must_not(change):
-    assert spec().facts() != spec(**change).facts()
+    assert spec().fingerprint() != spec(**change).fingerprint()
 
 
 def test_facts_say_that_elements_may_have_different_owners():
-    assert spec(is_cut=True).facts() == (
+    assert spec(is_cut=True).fingerprint() == (
         "(2, 3) 'head.bias' torch.float32 on cpu#0, trained, in group 1, by element"
     )
 
 
 def test_facts_state_the_cost_where_one_was_given():
-    assert spec(is_cut=True, cost=0.5).facts().endswith(", in group 1, by element, cost 0.5")
+    assert spec(is_cut=True, cost=0.5).fingerprint().endswith(", in group 1, by element, cost 0.5")
 
 
 def test_costs_that_differ_in_the_last_bit_differ_in_the_facts():
-    assert spec(cost=0.1 + 0.2).facts() != spec(cost=0.3).facts()
+    assert spec(cost=0.1 + 0.2).fingerprint() != spec(cost=0.3).fingerprint()
 
 
 def test_a_parameter_loads_its_owner_with_its_elements():

@@ -1,4 +1,4 @@
-"""What torch has for gradients, on stand-ins of sharded ones: clipping and loss scaling."""
+"""What torch has for gradients, on placeholders of sharded ones: clipping and loss scaling."""
 
 from __future__ import annotations
 

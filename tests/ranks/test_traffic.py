@@ -129,7 +129,7 @@ def test_one_rank_sends_nothing() -> None:
 def test_gradients_and_params_take_one_message_each_per_bucket_and_receiver(
     shared_memory: bool,
 ) -> None:
-    """With 10 params of each rank in each of 4 buckets; plus two small gathers, in whose words gradients are settled."""
+    """With 10 params of each rank in each of 4 buckets; plus two small gathers, in whose integers gradients are agreed on."""
     world_size = dist.get_world_size()
     for granularity in ("parameter", "element"):
         params = [nn.Parameter(torch.ones(1024)) for _ in range(40 * world_size)]

@@ -102,7 +102,7 @@ def test_more_buckets_than_flags_in_an_int_are_known_to_all(run_threads):
     assert [intent.updating for intent in run.results] == [expected] * 2
 
 
-# --- extra words ----------------------------------------------------------------------------------
+# --- extra integers ------------------------------------------------------------------------------
 
 
 def with_extra(extra_by_rank, *, groups_by_rank=None, error_on=None, updates=()):
@@ -161,34 +161,34 @@ def test_what_is_told_may_be_collective(run_threads):
     def serve(group):
         sums = []
 
-        def settle(words):
-            sums.append(group.all_gather_ints([10 * word for (word,) in words]))
+        def finalize(ints):
+            sums.append(group.all_gather_ints([10 * one for (one,) in ints]))
 
-        agree(group, GROUPS, extra=[group.rank], on_extra=settle)
+        agree(group, GROUPS, extra=[group.rank], on_extra=finalize)
         return sums
 
     assert run_threads(2, serve).results == [[[[0, 10], [0, 10]]]] * 2
 
 
 def test_what_telling_raises_is_raised():
-    def refuse(words):
+    def refuse(ints):
         raise KeyError("dropped")
 
     with pytest.raises(KeyError, match="dropped"):
         agree(LoneRank(), GROUPS, error=ValueError("odd"), on_extra=refuse)
 
 
-# --- facts ----------------------------------------------------------------------------------------
+# --- fingerprint ----------------------------------------------------------------------------------------
 
 
 def test_facts_that_differ_are_named(run_threads):
     run = run_threads(
-        2, agreeing([GROUPS] * 2, facts=[[("max_norm", "1.0")], [("max_norm", "2.0")]])
+        2, agreeing([GROUPS] * 2, fingerprint=[[("max_norm", "1.0")], [("max_norm", "2.0")]])
     )
     assert run.texts[0].endswith("first difference at max_norm: 2.0 on rank 1, 1.0 on rank 0")
 
 
 def test_facts_of_ranks_without_inputs_are_not_compared(run_threads):
-    facts = [[("scale", "1")], [("scale", "2")]]
-    run = run_threads(2, agreeing([GROUPS] * 2, facts=facts, is_joined=[True, False]))
+    fingerprint = [[("scale", "1")], [("scale", "2")]]
+    run = run_threads(2, agreeing([GROUPS] * 2, fingerprint=fingerprint, is_joined=[True, False]))
     assert run.texts == ["", ""]

@@ -207,22 +207,22 @@ def test_gradients_are_divided_unseen_by_autograd():
     assert (gradient.item(), gradient.grad_fn) == (2.0, None)
 
 
-# --- facts ----------------------------------------------------------------------------------------
+# --- fingerprint ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("in_kernel", [False, True])
 def test_ranks_compare_a_scale_on_the_cpu(in_kernel):
-    assert scale_of(2.0, 0.0).facts(in_kernel=in_kernel) == [("GradScaler's scale", "2.0")]
+    assert scale_of(2.0, 0.0).fingerprint(in_kernel=in_kernel) == [("GradScaler's scale", "2.0")]
 
 
 @pytest.mark.parametrize("in_kernel", [False, True])
 def test_without_a_scale_ranks_compare_none(in_kernel):
-    assert scale_of(None, 0.0).facts(in_kernel=in_kernel) == []
+    assert scale_of(None, 0.0).fingerprint(in_kernel=in_kernel) == []
 
 
 def test_a_scale_elsewhere_is_not_read_where_a_kernel_divides_by_it():
     loss_scale = LossScale(torch.tensor(2.0, device="meta"), torch.tensor(0.0))
-    assert loss_scale.facts(in_kernel=True) == []
+    assert loss_scale.fingerprint(in_kernel=True) == []
 
 
 # --- take_back ------------------------------------------------------------------------------------

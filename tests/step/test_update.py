@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from shardopt.collectives import LoneRank
-from shardopt.step import Exchange, ShardUpdate
-from shardopt.step.flags import FLAGS_PER_INT
+from shardopt.collectives.flags import FLAGS_PER_INT
+from shardopt.shards import Exchange
+from shardopt.step import ShardUpdate
 
 OWNERS = [0, 1, 0, 1]
 

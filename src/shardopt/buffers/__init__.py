@@ -7,8 +7,8 @@ optimizer sees of one, master weights included; a ``GradientBucket`` collects gr
 part that this rank owns. None of them talks to other ranks.
 """
 
-from shardopt.buffers.adoption import find_shared_memory, require_unchanged
 from shardopt.buffers.bucket import OpenBucket, ParamBucket
+from shardopt.buffers.checks import find_shared_memory, require_unchanged
 from shardopt.buffers.gradients import GradientBucket, ScaleInto
 from shardopt.buffers.owned import MakeParam, OwnedSection
 from shardopt.buffers.pool import Pool

@@ -1,6 +1,7 @@
 """Local state <-> the state dict that the unsharded optimizer would have.
 
-``full`` sequences the two directions. ``skeleton`` takes the tensors out of nested state and puts them back,
+``state`` shows, collects and loads the state of one optimizer, in terms of the parameters that users know, and ``full``
+sequences the two directions. ``structure`` takes the tensors out of nested state and puts them back,
 ``consolidate`` brings every rank's tensors to one rank, ``state_dict`` numbers them as the whole optimizer does,
 ``load`` checks a full state dict and cuts this rank's part out of it.
 State dicts are plain data, keyed and ordered as the unsharded optimizer does it, so they fit any world size.
@@ -8,11 +9,14 @@ State dicts are plain data, keyed and ordered as the unsharded optimizer does it
 
 from shardopt.checkpoint.consolidate import consolidate
 from shardopt.checkpoint.full import collect_full, load_full, require_target
-from shardopt.checkpoint.load import local_part, state_facts, validate
-from shardopt.checkpoint.skeleton import map_tensors
+from shardopt.checkpoint.load import local_part, state_fingerprint, validate
+from shardopt.checkpoint.state import ShardedState, StateOfParams
 from shardopt.checkpoint.state_dict import full_state_dict, renumber, whole_group
+from shardopt.checkpoint.structure import map_tensors
 
 __all__ = [
+    "ShardedState",
+    "StateOfParams",
     "collect_full",
     "consolidate",
     "full_state_dict",
@@ -21,7 +25,7 @@ __all__ = [
     "map_tensors",
     "renumber",
     "require_target",
-    "state_facts",
+    "state_fingerprint",
     "validate",
     "whole_group",
 ]

@@ -7,7 +7,7 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from shardopt.checkpoint.skeleton import (
+from shardopt.checkpoint.structure import (
     TensorSlot,
     flatten,
     map_tensors,
@@ -15,7 +15,7 @@ from shardopt.checkpoint.skeleton import (
     slots_of,
     take_tensors,
 )
-from shardopt.collectives import Finish, Group, StagingPool, run_windowed
+from shardopt.collectives import Finish, Group, StagingPool, run_in_flight
 from shardopt.partition import Chunk, plan_chunks
 
 if TYPE_CHECKING:
@@ -50,17 +50,17 @@ def consolidate(
     Returns:
         On rank ``to`` the union of all states, every tensor a copy in CPU memory; elsewhere None.
     """
-    skeleton, tensors = take_tensors(state, is_tensor)
-    skeletons = group.all_gather_object(skeleton)[: group.world_size]  # replicas have the same
+    structure, tensors = take_tensors(state, is_tensor)
+    structures = group.all_gather_object(structure)[: group.world_size]  # replicas have the same
     pool = StagingPool()
     merged: dict[Any, Any] = {}
-    for rank, theirs in enumerate(skeletons):
+    for rank, theirs in enumerate(structures):
         slots = slots_of(theirs)
         if rank == to:
             continue
         if rank == group.rank:
             flats = [flatten(tensor) for tensor in tensors]
-            run_windowed(
+            run_in_flight(
                 (
                     partial(_send, group, chunk, kind, to, pool, empty)
                     for chunk, kind in _plan(slots, flats, chunk_nbytes)
@@ -69,7 +69,7 @@ def consolidate(
             )
         elif to == group.rank:
             flats = [empty(prod(slot.shape), slot.dtype) for slot in slots]
-            run_windowed(
+            run_in_flight(
                 (
                     partial(_receive, group, chunk, kind, rank, pool, empty)
                     for chunk, kind in _plan(slots, flats, chunk_nbytes)

@@ -10,12 +10,12 @@ from shardopt.checkpoint.consolidate import consolidate
 from shardopt.checkpoint.load import (
     MASTER_KEY,
     local_part,
-    state_facts,
+    state_fingerprint,
     take_masters,
     validate,
 )
-from shardopt.checkpoint.skeleton import take_tensors
 from shardopt.checkpoint.state_dict import assemble, full_state_dict, renumber, whole_group
+from shardopt.checkpoint.structure import take_tensors
 from shardopt.collectives import Group, raise_together, require_equal
 from shardopt.partition import ParamSpec, Part
 
@@ -126,8 +126,8 @@ def load_full(
         is_known = type(local_optimizer).__module__.partition(".")[0] in ("torch", "tensorplay")
         num_params_by_group = [len(group["params"]) for group in param_groups]
         validate(state_dict, specs, num_params_by_group, whole, knows_keys=is_known)
-    facts = state_facts(state_dict, specs)
-    require_equal(group, facts, subject="every rank must load the same state dict")
+    fingerprint = state_fingerprint(state_dict, specs)
+    require_equal(group, fingerprint, subject="every rank must load the same state dict")
     kept = local_optimizer.state, local_optimizer.param_groups
     try:
         with raise_together(group, doing="load_state_dict() of the local optimizer"):

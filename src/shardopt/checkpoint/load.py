@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardopt.checkpoint.skeleton import map_tensors
 from shardopt.checkpoint.state_dict import in_memory_order, shaped_like
-from shardopt.collectives import option_facts
+from shardopt.checkpoint.structure import map_tensors
+from shardopt.collectives import option_fingerprint
 from shardopt.errors import StateMismatchError
 from shardopt.partition import ParamSpec, Part
 
@@ -101,14 +101,16 @@ def saved_ids(state_dict: Mapping[str, Any]) -> list[Any]:
     return [saved for group in state_dict["param_groups"] for saved in group["params"]]
 
 
-def state_facts(state_dict: Mapping[str, Any], specs: Sequence[ParamSpec]) -> list[tuple[str, str]]:
+def state_fingerprint(
+    state_dict: Mapping[str, Any], specs: Sequence[ParamSpec]
+) -> list[tuple[str, str]]:
     """What ranks can compare of the state dicts they were given: each parameter's keys and shapes, and all options."""
     entries = [state_dict["state"].get(saved) for saved in saved_ids(state_dict)]
     shapes = [
         (spec.label, repr([(str(k), tuple(getattr(v, "shape", ()))) for k, v in _items(entry)]))
         for spec, entry in zip(specs, entries, strict=True)
     ]
-    return shapes + option_facts(state_dict["param_groups"])
+    return shapes + option_fingerprint(state_dict["param_groups"])
 
 
 def _items(entry: Any) -> list[tuple[Any, Any]]:

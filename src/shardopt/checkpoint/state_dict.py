@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardopt.checkpoint.skeleton import map_tensors
+from shardopt.checkpoint.structure import map_tensors
 from shardopt.partition import ParamSpec, Part
 
 if TYPE_CHECKING:

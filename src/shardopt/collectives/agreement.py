@@ -1,6 +1,6 @@
 """All ranks raise or none does.
 
-What may differ between ranks is compared, and what may fail on one rank is settled, before anyone starts a
+What may differ between ranks is compared, and what may fail on one rank is made known to all, before anyone starts a
 collective that depends on it. Both cost one all-gather of a few integers while all is well; words are exchanged only
 on the way to an exception.
 """
@@ -11,43 +11,48 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 
-from shardopt.collectives.facts import digest
+from shardopt.collectives.fingerprint import digest
+from shardopt.collectives.flags import pack_flags, unpack_flags
 from shardopt.collectives.group import Group
 from shardopt.errors import RankMismatchError, RemoteRankError
 
 
 def require_equal(
     group: Group,
-    facts: Sequence[tuple[str, str]],
+    fingerprint: Sequence[tuple[str, str]],
     *,
     subject: str,
     ranks: Sequence[int] | None = None,
 ) -> None:
-    """Raise on all ranks unless the compared ranks give equal facts. Collective.
+    """Raise on all ranks unless the compared ranks give equal fingerprints. Collective.
 
     Args:
         group: The sharding group.
-        facts: (label, value) pairs, in an order that the ranks share.
-        subject: What the facts describe, to open the message with.
+        fingerprint: (label, value) pairs, in an order that the ranks share.
+        subject: What the fingerprint describes, to open the message with.
         ranks: The ranks to compare; all of them by default.
 
     Raises:
         RankMismatchError: Names the first difference and both ranks; the same text on every rank.
     """
     compared = range(group.num_members) if ranks is None else ranks
-    digests = group.all_gather_ints([digest(facts)])
+    digests = group.all_gather_ints([digest(fingerprint)])
     if any(digests[rank] != digests[compared[0]] for rank in compared):
-        facts_by_rank = group.all_gather_object(list(facts))
-        raise RankMismatchError(f"{subject}: {_first_difference(facts_by_rank, compared)}")
+        fingerprints_by_rank = group.all_gather_object(list(fingerprint))
+        raise RankMismatchError(f"{subject}: {_first_difference(fingerprints_by_rank, compared)}")
 
 
 def _first_difference(
-    facts_by_rank: Sequence[Sequence[tuple[str, str]]], ranks: Sequence[int]
+    fingerprints_by_rank: Sequence[Sequence[tuple[str, str]]], ranks: Sequence[int]
 ) -> str:
     """Say where the first rank that differs from the first one does so first."""
     first = ranks[0]
-    other = next(rank for rank in ranks if facts_by_rank[rank] != facts_by_rank[first])
-    pairs = zip_longest(facts_by_rank[first], facts_by_rank[other], fillvalue=("", "absent"))
+    other = next(
+        rank for rank in ranks if fingerprints_by_rank[rank] != fingerprints_by_rank[first]
+    )
+    pairs = zip_longest(
+        fingerprints_by_rank[first], fingerprints_by_rank[other], fillvalue=("", "absent")
+    )
     here, there = next((here, there) for here, there in pairs if here != there)
     label = here[0] or there[0]
     value = there[1] if there[0] in (label, "") else f"absent (next is {there[0]})"
@@ -57,7 +62,7 @@ def _first_difference(
     )
 
 
-def settle(group: Group, error: Exception | None, *, doing: str) -> None:
+def raise_if_any_failed(group: Group, error: Exception | None, *, doing: str) -> None:
     """Raise on every rank if ``error`` is set on any. Collective.
 
     Args:
@@ -71,11 +76,11 @@ def settle(group: Group, error: Exception | None, *, doing: str) -> None:
     """
     failed = group.all_gather_ints([int(error is not None)])
     if any(flag for (flag,) in failed):
-        raise_as_settled(group, error, doing=doing)
+        raise_failures(group, error, doing=doing)
 
 
-def raise_as_settled(group: Group, error: Exception | None, *, doing: str) -> None:
-    """Raise what ``settle`` raises, once all ranks know that one of them failed. Collective."""
+def raise_failures(group: Group, error: Exception | None, *, doing: str) -> None:
+    """Raise what ``raise_if_any_failed`` raises, once all ranks know that one of them failed. Collective."""
     texts = group.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
@@ -91,4 +96,10 @@ def raise_together(group: Group, *, doing: str) -> Iterator[None]:
         yield
     except Exception as raised:
         error = raised
-    settle(group, error, doing=doing)
+    raise_if_any_failed(group, error, doing=doing)
+
+
+def any_over_ranks(group: Group, flags: Sequence[bool]) -> list[bool]:
+    """Return for each flag, equally many on each rank, whether any rank has set it. Collective."""
+    reports = [unpack_flags(ints, len(flags)) for ints in group.all_gather_ints(pack_flags(flags))]
+    return [any(of_members) for of_members in zip(*reports, strict=True)]

@@ -1,6 +1,6 @@
 """The sharding group: the few operations that the other rooms need of it.
 
-All ranks in this file are ranks within the group. A group is alone, or one of several that hold replicas (``RankGrid``);
+All ranks in this file are ranks within the group. A group is alone, or one of several that hold replicas (``HybridGroup``);
 what ranks agree on is agreed on by all members of all of them.
 """
 

@@ -4,6 +4,7 @@ The rooms speak to tensors through tensor methods that the frameworks share. Wha
 ``Framework``, handed to them; ``shardopt.frameworks.torch`` and ``shardopt.frameworks.tensorplay`` each make one.
 """
 
-from shardopt.frameworks.framework import Framework
+from shardopt.frameworks.framework import Autograd, Framework
+from shardopt.frameworks.join import ShadowStep, stand_last
 
-__all__ = ["Framework"]
+__all__ = ["Autograd", "Framework", "ShadowStep", "stand_last"]

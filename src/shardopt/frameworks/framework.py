@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from shardopt.buffers import CopyAll, ScaleInto
 from shardopt.collectives import Group
-from shardopt.step import Autograd
+
+
+class Autograd(Protocol):
+    """What reducing gradients in backward asks of a framework's autograd."""
+
+    def watch(self, param: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Call ``before`` and ``after`` around each accumulation into ``param.grad``, as long as there is ``param``."""
+
+    def at_end_of_backward(self, callback: Callable[[], None]) -> None:
+        """Call once the backward that is under way ends well; hold ``callback`` no longer than that."""
+
+    def placeholder(self, param: Any, source: Any, index: int) -> Any:
+        """Make what ``param.grad`` is while the gradient is sharded; asks ``source`` for part and norm of ``index``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from shardopt.collectives import Group, LoneRank, RankGrid, RankGroup
+from shardopt.collectives import Group, HybridGroup, LoneRank, RankGroup
 
 
 def find_group(
@@ -62,7 +62,7 @@ def find_group(
         )
         for number, group in enumerate(groups)
     ]
-    return made[0] if len(made) == 1 else RankGrid(*made)
+    return made[0] if len(made) == 1 else HybridGroup(*made)
 
 
 _ABSENT = object()

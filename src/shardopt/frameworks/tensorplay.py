@@ -19,13 +19,13 @@ from tensorplay.optim import LBFGS
 from tensorplay.optim import optimizer as tensorplay_optimizer
 
 from shardopt.frameworks.framework import Framework
+from shardopt.frameworks.join import ShadowStep
 from shardopt.frameworks.shared import (
     find_group,
     fire_step_hooks,
     is_elementwise,
     is_separable,
 )
-from shardopt.join import ShadowStep
 
 DEFAULT_TIMEOUT_S = 1800.0
 """Of process groups, which do not say theirs."""

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
 from shardopt.frameworks.framework import Framework
+from shardopt.frameworks.join import ShadowStep
 from shardopt.frameworks.sharded_gradient import ShardedGradient
 from shardopt.frameworks.shared import (
     find_group,
@@ -22,7 +23,6 @@ from shardopt.frameworks.shared import (
     is_elementwise,
     is_separable,
 )
-from shardopt.join import ShadowStep
 
 
 def control_of(group: dist.ProcessGroup) -> Any:
@@ -96,7 +96,7 @@ class TorchAutograd:
         """Call when the graph task that is under way has run."""
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
-    def stand_in(self, param: torch.Tensor, source: Any, index: int) -> ShardedGradient:
+    def placeholder(self, param: torch.Tensor, source: Any, index: int) -> ShardedGradient:
         """Make a tensor that lives on ``source``."""
         return ShardedGradient(param, source, index)
 

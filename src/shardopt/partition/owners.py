@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardopt.partition.spec import ParamSpec
+
 
 def plan_owners(costs: Sequence[float], loads: Sequence[float]) -> list[int]:
     """Give each parameter, largest first, to the rank that carries least so far.
@@ -36,6 +38,12 @@ def loads_of(costs: Sequence[float], owners: Sequence[int], world_size: int) -> 
     for cost, owner in zip(costs, owners, strict=True):
         loads[owner] += cost
     return loads
+
+
+def whole_loads(specs: Sequence[ParamSpec], owners: Sequence[int], world_size: int) -> list[float]:
+    """Return what each rank carries of parameters that are not cut by element."""
+    loads = [0.0 if spec.is_cut else spec.load for spec in specs]
+    return loads_of(loads, owners, world_size)
 
 
 def imbalance_of(loads: Sequence[float]) -> float:

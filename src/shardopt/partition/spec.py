@@ -76,7 +76,7 @@ class ParamSpec:
         """Whether its elements fill one gapless range of memory."""
         return is_dense(self.shape, self.stride)
 
-    def facts(self, *, with_stride: bool = False) -> str:
+    def fingerprint(self, *, with_stride: bool = False) -> str:
         """What ranks compare, in words: group, name, shape, dtype, device and whether it is trained.
 
         Strides matter where parameters travel in memory order, as views of a bucket.

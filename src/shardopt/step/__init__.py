@@ -1,58 +1,51 @@
-"""One step: agree, update the parameters this rank owns, exchange what changed.
+"""One step: agree, bring gradients, update the parameters this rank owns, exchange what changed.
 
-``agreement`` compares what ranks intend before anything is updated, ``reduction`` averages gradients where nobody
-else does, fed by ``intake`` from autograd; ``options`` keeps the hyperparameters of the whole and of the local optimizer
-equal, ``update`` runs the local optimizer and settles its errors, ``exchange`` moves the parameters. ``backward`` does
-this inside backward, ``catch_up`` gives ranks without inputs what they need to take part, ``scaling`` speaks to
-GradScaler, ``clipping`` takes norms.
+``stepper`` is the order of a step after backward, ``in_backward`` that of one inside it, and ``in_ddp_backward`` that of
+one inside DDP's. They are made of the same pieces: ``agreement`` compares what ranks intend before anything is updated,
+``options`` keeps the hyperparameters of the whole and of the local optimizer equal, ``local_update`` runs the local
+optimizer, and ``update`` notices what it changed and keeps its errors until all ranks know. ``closure`` and ``hooks`` are what users hand to
+a step, ``scaling`` speaks to GradScaler, ``clipper`` clips, ``attachment`` lets a module's forward wait for parameters, and
+``uneven_inputs`` gives ranks without inputs what they need to take part.
 The order of collectives is the same on every rank, whatever each of them has to update.
 """
 
 from shardopt.step.agreement import Intent, agree
-from shardopt.step.backward import (
-    MSG_GRAD_SCALER,
-    MSG_GRADIENTS_CHANGED,
-    MSG_NOT_UPDATED_IN_BACKWARD,
-    MSG_SEVERAL_UPDATES,
-    BackwardStep,
-)
-from shardopt.step.catch_up import catch_up_gradients, catch_up_options
-from shardopt.step.clipping import Norm, norms_of, scale_to
+from shardopt.step.attachment import Attachment, equalize_buffers
+from shardopt.step.clipper import Clipper
 from shardopt.step.closure import EvaluatedClosure, local_step
-from shardopt.step.exchange import Exchange, equalize, launch_exchange
-from shardopt.step.flags import pack_flags, unpack_flags
-from shardopt.step.intake import Autograd, GradientIntake
+from shardopt.step.hooks import StepHooks
+from shardopt.step.in_backward import BackwardStepper
+from shardopt.step.in_ddp_backward import DDPBackwardStepper, backward_step_of
+from shardopt.step.local_update import LocalUpdater
 from shardopt.step.options import copy_options
-from shardopt.step.reduction import GradientReducer, agree_on_gradients
 from shardopt.step.scaling import LossScale
+from shardopt.step.stepper import Stepper
+from shardopt.step.uneven_inputs import (
+    JoinMembership,
+    sync_joined_gradients,
+    sync_joined_options,
+)
 from shardopt.step.update import ShardUpdate, only_params
 
 __all__ = [
-    "MSG_GRADIENTS_CHANGED",
-    "MSG_GRAD_SCALER",
-    "MSG_NOT_UPDATED_IN_BACKWARD",
-    "MSG_SEVERAL_UPDATES",
-    "Autograd",
-    "BackwardStep",
+    "Attachment",
+    "BackwardStepper",
+    "Clipper",
+    "DDPBackwardStepper",
     "EvaluatedClosure",
-    "Exchange",
-    "GradientIntake",
-    "GradientReducer",
     "Intent",
+    "JoinMembership",
+    "LocalUpdater",
     "LossScale",
-    "Norm",
     "ShardUpdate",
+    "StepHooks",
+    "Stepper",
     "agree",
-    "agree_on_gradients",
-    "catch_up_gradients",
-    "catch_up_options",
+    "backward_step_of",
     "copy_options",
-    "equalize",
-    "launch_exchange",
+    "equalize_buffers",
     "local_step",
-    "norms_of",
     "only_params",
-    "pack_flags",
-    "scale_to",
-    "unpack_flags",
+    "sync_joined_gradients",
+    "sync_joined_options",
 ]

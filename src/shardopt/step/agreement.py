@@ -6,9 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardopt.collectives import Group, digest, option_facts, raise_as_settled, require_equal
+from shardopt.collectives import (
+    Group,
+    digest,
+    option_fingerprint,
+    pack_flags,
+    raise_failures,
+    ranks_by_flag,
+    require_equal,
+    unpack_flags,
+)
 from shardopt.errors import RankMismatchError
-from shardopt.step.flags import pack_flags, ranks_by_flag, unpack_flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +44,11 @@ def agree(
     skip: bool = False,
     is_joined: bool = False,
     updates: Sequence[bool] = (),
-    facts: Sequence[tuple[str, str]] = (),
+    fingerprint: Sequence[tuple[str, str]] = (),
     extra: Sequence[int] = (),
     on_extra: Callable[[list[list[int]]], None] | None = None,
 ) -> Intent:
-    """Compare options and settle errors before anything is updated. Collective.
+    """Compare options and let all ranks fail or none before anything is updated. Collective.
 
     Args:
         group: The sharding group.
@@ -49,33 +57,33 @@ def agree(
         skip: Whether this rank wants the update skipped.
         is_joined: Whether this rank ran out of inputs.
         updates: For each bucket whether this rank has a gradient for something in its section.
-        facts: What is compared beside the options.
+        fingerprint: What is compared beside the options.
         extra: Further ints for the other ranks, equally many on each.
         on_extra: Told of those of every member, before anything is raised. Collective. May raise ``RankMismatchError`` on
             every rank.
 
     Raises:
-        Exception: As ``settle``, where ``error`` is set on any rank.
+        Exception: As ``raise_if_any_failed``, where ``error`` is set on any rank.
         RankMismatchError: Options differ; without this every shard would be trained with its owner's options.
     """
-    compared = [*facts, *option_facts(param_groups)]
+    compared = [*fingerprint, *option_fingerprint(param_groups)]
     mine = digest(compared)
     everything = group.all_gather_ints(
         [int(error is not None), int(skip), int(is_joined), mine, *pack_flags(updates), *extra]
     )
-    words = [theirs[: len(theirs) - len(extra)] for theirs in everything]
+    reports = [theirs[: len(theirs) - len(extra)] for theirs in everything]
     mismatch: RankMismatchError | None = None
     if on_extra is not None:
         try:
             on_extra([theirs[len(theirs) - len(extra) :] for theirs in everything])
         except RankMismatchError as raised:  # on every rank; may follow from another rank's error
             mismatch = raised
-    if any(failed for failed, *_ in words):
-        raise_as_settled(group, error, doing="preparing the step")
+    if any(failed for failed, *_ in reports):
+        raise_failures(group, error, doing="preparing the step")
     if mismatch is not None:
         raise mismatch
-    active = tuple(rank for rank, (_, _, joined, *_) in enumerate(words) if not joined)
-    if len({words[rank][3] for rank in active}) > 1:
+    active = tuple(rank for rank, (_, _, joined, *_) in enumerate(reports) if not joined)
+    if len({reports[rank][3] for rank in active}) > 1:
         require_equal(
             group,
             compared,
@@ -83,10 +91,10 @@ def agree(
             ranks=active,
         )
     return Intent(
-        is_skipped=any(skips for _, skips, *_ in words),
+        is_skipped=any(skips for _, skips, *_ in reports),
         joined=tuple(rank for rank in range(group.num_members) if rank not in active),
         active=active,
         updating=ranks_by_flag(
-            [unpack_flags(packed, len(updates)) for _, _, _, _, *packed in words], group.rank_of
+            [unpack_flags(packed, len(updates)) for _, _, _, _, *packed in reports], group.rank_of
         ),
     )

@@ -41,7 +41,7 @@ class LossScale:
             return False
         return bool(self._found_inf(params).item())
 
-    def facts(self, *, in_kernel: bool) -> list[tuple[str, str]]:
+    def fingerprint(self, *, in_kernel: bool) -> list[tuple[str, str]]:
         """The scale, for ranks to compare: gradients of different scales must not be averaged. Local.
 
         A scale on a GPU is not read where a kernel divides by it, so that the host waits for nothing.

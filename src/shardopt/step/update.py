@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardopt.buffers import ParamBucket
-from shardopt.collectives import Group, raise_as_settled
-from shardopt.step.exchange import Exchange
-from shardopt.step.flags import pack_flags, ranks_by_flag, unpack_flags
+from shardopt.collectives import Group, pack_flags, raise_failures, ranks_by_flag, unpack_flags
+from shardopt.shards import Exchange
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,7 +76,7 @@ class ShardUpdate:
             exchange.launch(number, ranks)
         if any(report[0] for report in reports):
             exchange.drain()
-            raise_as_settled(group, self.error, doing=doing)
+            raise_failures(group, self.error, doing=doing)
 
     def _may_have_changed(self, param: int) -> bool:
         has_moved = self._params[param]._version != self._versions[param]

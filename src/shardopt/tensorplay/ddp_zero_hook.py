@@ -12,8 +12,8 @@ from typing import Any
 import tensorplay
 import tensorplay.distributed as dist
 
-from shardopt.overlap import backward_step_of
-from shardopt.step import agree_on_gradients
+from shardopt.collectives import any_over_ranks
+from shardopt.step import backward_step_of
 from shardopt.tensorplay import ZeroRedundancyOptimizer
 
 Hook = Callable[[Any, Any], Any]
@@ -83,7 +83,7 @@ class _StepInBackward:
     def _used_gradients(self, bucket: Any) -> tuple[list[int], list[Any]]:
         """Indices and reduced gradients of the bucket's parameters that any rank has a gradient for. Collective."""
         params = bucket.parameters()
-        used = agree_on_gradients(self._group, [param.grad is not None for param in params])
+        used = any_over_ranks(self._group, [param.grad is not None for param in params])
         found = [
             (self._index_of[id(param)], gradient)
             for param, gradient, is_used in zip(params, bucket.gradients(), used, strict=True)

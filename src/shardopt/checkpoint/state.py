@@ -1,0 +1,133 @@
+"""The state of the local optimizer, told in terms of the parameters that users know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from shardopt.buffers import view_slot
+from shardopt.checkpoint.full import collect_full, load_full, require_target
+from shardopt.checkpoint.structure import map_tensors
+from shardopt.collectives import Group
+from shardopt.errors import NotConsolidatedError
+from shardopt.frameworks import Framework
+from shardopt.partition import Part, Slot
+from shardopt.shards import Shards
+
+
+class StateOfParams(Mapping[Any, Any]):
+    """``state`` where the local optimizer updates parts of parameters or master weights; keys are parameters, read only.
+
+    Of a parameter that this rank owns all of, tensors have its shape; of a part, they are (elements of the part,). They are
+    the live state, and may be changed in place.
+    """
+
+    def __init__(self, shards: Shards, local_optimizer: Any) -> None:
+        """Bind both."""
+        self._shards = shards
+        self._local_optimizer = local_optimizer
+
+    def __getitem__(self, param: Any) -> Mapping[str, Any]:
+        for part in self._shards.parts:
+            if self._shards.params[part.param] is param:
+                entry = self._local_optimizer.state.get(self._shards.tensors[part.param], {})
+                return MappingProxyType({key: self._shaped(v, part) for key, v in entry.items()})
+        return MappingProxyType({})
+
+    def __contains__(self, param: object) -> bool:
+        return any(param is other for other in self)
+
+    def __iter__(self) -> Iterator[Any]:
+        for part in self._shards.parts:
+            if self._shards.tensors[part.param] in self._local_optimizer.state:
+                yield self._shards.params[part.param]
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _shaped(self, value: Any, part: Part) -> Any:
+        spec = self._shards.specs[part.param]
+        if (
+            part.is_whole
+            or part.numel < spec.numel
+            or getattr(value, "shape", None) != (part.numel,)
+        ):
+            return value
+        return view_slot(value, Slot(part.param, 0, part.numel), spec)
+
+
+class ShardedState:
+    """Collects, loads and shows the state of one optimizer."""
+
+    def __init__(
+        self,
+        group: Group,
+        framework: Framework,
+        shards: Shards,
+        local_optimizer: Any,
+        *,
+        chunk_nbytes: int,
+    ) -> None:
+        """Bind the pieces; ``chunk_nbytes`` bounds what is in flight while state is collected."""
+        self._group = group
+        self._framework = framework
+        self._shards = shards
+        self._local_optimizer = local_optimizer
+        self._chunk_nbytes = chunk_nbytes
+        self._snapshot: dict[str, Any] | None = None
+
+    @property
+    def live(self) -> Any:
+        """The state that training uses now, by parameter."""
+        shards = self._shards
+        if all(shards.tensors[part.param] is shards.params[part.param] for part in shards.parts):
+            return self._local_optimizer.state
+        return StateOfParams(shards, self._local_optimizer)
+
+    def consolidate(self, param_groups: list[dict[str, Any]], *, to: int) -> None:
+        """Collect, on rank ``to``, the state dict of the whole optimizer, in CPU memory. Collective."""
+        require_target(self._group, to)
+        self._snapshot = None  # before the next one is collected, so that there are never two
+        self._snapshot = collect_full(
+            self._group,
+            self._local_optimizer,
+            parts=self._shards.parts,
+            specs=self._shards.specs,
+            masters=self._shards.masters(),
+            param_groups=param_groups,
+            to=to,
+            chunk_nbytes=self._chunk_nbytes,
+            empty=self._framework.empty_on_cpu,
+            is_tensor=self._framework.is_tensor,
+        )
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what was collected last, as dicts that may be changed. Local.
+
+        Raises:
+            NotConsolidatedError: Nothing was.
+        """
+        if self._snapshot is None:
+            raise NotConsolidatedError(
+                f"rank {self._group.rank} holds no consolidated state; call consolidate_state_dict(to=rank) on all "
+                "ranks first, then state_dict() on that rank"
+            )
+        copied: dict[str, Any] = map_tensors(
+            self._snapshot, lambda tensor: tensor, self._framework.is_tensor
+        )
+        return copied
+
+    def load(self, state_dict: Any, param_groups: list[dict[str, Any]]) -> None:
+        """Load this rank's part of a full state dict, and the options of all groups. Collective."""
+        load_full(
+            self._group,
+            self._local_optimizer,
+            state_dict,
+            parts=self._shards.parts,
+            specs=self._shards.specs,
+            masters=self._shards.masters(),
+            param_groups=param_groups,
+            is_tensor=self._framework.is_tensor,
+        )
+        self._snapshot = None

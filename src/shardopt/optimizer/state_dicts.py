@@ -1,0 +1,60 @@
+"""Save and load: state dicts of the unsharded optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardopt.collectives import raise_together
+from shardopt.optimizer.base import OptimizerBase
+
+
+class StateDictMethods(OptimizerBase):
+    """Collect and load the whole state."""
+
+    _optimizer_state_dict_pre_hooks: Any
+    _optimizer_state_dict_post_hooks: Any
+    _optimizer_load_state_dict_pre_hooks: Any
+    _optimizer_load_state_dict_post_hooks: Any
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collect the whole state on rank ``to`` of the group, in CPU memory, for ``state_dict()``. Collective.
+
+        Tensors travel in chunks; ranks other than ``to`` hold ``Sharding.bucket_mb`` of them beyond their own state.
+        What an earlier call collected is dropped on every rank; rank ``to`` keeps this until then, or ``load_state_dict()``.
+
+        Raises:
+            ValueError: ``to`` is no rank of the group, or not equal on all ranks.
+        """
+        self.wait()
+        self._pieces.state.consolidate(self.param_groups, to=to)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the last consolidated state, as the unsharded optimizer's ``state_dict()`` would be then. Local.
+
+        Raises:
+            NotConsolidatedError: This rank holds none; a ``RuntimeError``.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        result = self._pieces.state.snapshot()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            result = after(self, result) or result
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of an unsharded optimizer, or a consolidated one from any world size. Collective.
+
+        Every rank passes the full state dict and copies its own part out of it; the dict stays as it is.
+
+        Raises:
+            StateMismatchError: It does not fit. As with every failure here, on all ranks, with nothing loaded.
+            RankMismatchError: Ranks passed different ones.
+        """
+        state_dict = dict(state_dict) if isinstance(state_dict, dict) else state_dict
+        with raise_together(self._group, doing="load_state_dict() hooks"):
+            for before in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = before(self, state_dict) or state_dict
+        self._pieces.state.load(state_dict, self.param_groups)
+        self.state = self._pieces.state.live
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
