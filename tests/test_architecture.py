@@ -32,7 +32,16 @@ MAY_IMPORT = {
     },
     "gradients": {"buffers", "collectives", "errors", "frameworks", "partition", "shards"},
     "step": {"buffers", "collectives", "errors", "gradients", "partition", "shards"},
-    "checkpoint": {"buffers", "collectives", "errors", "frameworks", "partition", "shards"},
+    "files": {"errors", "partition"},
+    "checkpoint": {
+        "buffers",
+        "collectives",
+        "errors",
+        "files",
+        "frameworks",
+        "partition",
+        "shards",
+    },
     "optimizer": {
         "arguments",
         "checkpoint",

@@ -13,6 +13,7 @@ import shardopt.testing
 import shardopt.torch
 
 NAMES = [
+    "CheckpointError",
     "NotConsolidatedError",
     "OverlapError",
     "ParameterChangedError",
@@ -26,6 +27,7 @@ NAMES = [
 ]
 
 BUILTIN_KINDS = {
+    "CheckpointError": ValueError,
     "NotConsolidatedError": RuntimeError,
     "OverlapError": RuntimeError,
     "ParameterChangedError": RuntimeError,
@@ -238,6 +240,7 @@ def test_importing_shardopt_imports_no_framework():
 
 ROOMS = [
     "partition",
+    "files",
     "collectives",
     "buffers",
     "frameworks",

@@ -83,11 +83,11 @@ class Variant:
 VARIANTS: dict[str, Variant] = {}
 
 
-def variant(name: str, **fingerprint: Any) -> Callable[[Make], Make]:
+def variant(name: str, **facts: Any) -> Callable[[Make], Make]:
     """Register a function as the maker of a variant."""
 
     def register(make: Make) -> Make:
-        VARIANTS[name] = Variant(name, make, **fingerprint)
+        VARIANTS[name] = Variant(name, make, **facts)
         return make
 
     return register

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.train_shards.exchange import measure_exchange
+from benchmarks.train_step.exchange import measure_exchange
 from benchmarks.train_step.machine import Interval
 from benchmarks.train_step.memory import forget_peak, held_bytes, resident_bytes
 from benchmarks.train_step.models import Batches, build

@@ -7,6 +7,7 @@ framework.
 from typing import TYPE_CHECKING, Any
 
 from shardopt.errors import (
+    CheckpointError,
     NotConsolidatedError,
     OverlapError,
     ParameterChangedError,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "NotConsolidatedError",
     "OverlapError",
     "ParameterChangedError",

@@ -23,6 +23,10 @@ class StateMismatchError(ShardoptError, ValueError):
     """A state dict does not fit the optimizer it was given to; nothing was loaded."""
 
 
+class CheckpointError(ShardoptError, ValueError):
+    """A file is no checkpoint, was cut short, is damaged, or was written by something else; nothing was loaded."""
+
+
 class ParameterChangedError(ShardoptError, RuntimeError):
     """A parameter has another shape, dtype or device than when the optimizer was made."""
 

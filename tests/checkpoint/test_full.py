@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardopt.arguments import read_specs
-from shardopt.checkpoint import collect_full, load_full, require_target
+from shardopt.checkpoint import StateAccess, collect_full, load_full, require_target
 from shardopt.errors import StateMismatchError
 from shardopt.frameworks.torch import empty_on_cpu
 from shardopt.partition import Part
@@ -61,32 +61,25 @@ class Rank:
         for _ in range(num_steps):
             self.optimizer.step()
 
-    def collect(self, to):
-        require_target(self.group, to)
-        return collect_full(
+    @property
+    def access(self):
+        return StateAccess(
             self.group,
             self.optimizer,
             parts=self.parts,
             specs=self.specs,
             masters={},
-            param_groups=self.param_groups,
-            to=to,
             chunk_nbytes=16,
             empty=empty_on_cpu,
             is_tensor=torch.is_tensor,
         )
 
+    def collect(self, to):
+        require_target(self.group, to)
+        return collect_full(self.access, self.param_groups, to=to)
+
     def load(self, state_dict):
-        load_full(
-            self.group,
-            self.optimizer,
-            state_dict,
-            parts=self.parts,
-            specs=self.specs,
-            masters={},
-            param_groups=self.param_groups,
-            is_tensor=torch.is_tensor,
-        )
+        load_full(self.access, state_dict, self.param_groups)
 
     def moments(self):
         """The state of the owned parameters, by index."""

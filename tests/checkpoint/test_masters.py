@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardopt.arguments import read_specs
-from shardopt.checkpoint import collect_full, load_full
+from shardopt.checkpoint import StateAccess, collect_full, load_full
 from shardopt.checkpoint.load import MASTER_KEY, take_masters
 from shardopt.errors import StateMismatchError
 from shardopt.frameworks.torch import empty_on_cpu
@@ -71,31 +71,24 @@ class Rank:
         self.optimizer.step()
         return self
 
-    def collect(self):
-        return collect_full(
+    @property
+    def access(self):
+        return StateAccess(
             self.group,
             self.optimizer,
             parts=self.parts,
             specs=self.specs,
             masters=self.masters,
-            param_groups=self.param_groups,
-            to=0,
             chunk_nbytes=16,
             empty=empty_on_cpu,
             is_tensor=torch.is_tensor,
         )
 
+    def collect(self):
+        return collect_full(self.access, self.param_groups, to=0)
+
     def load(self, full):
-        load_full(
-            self.group,
-            self.optimizer,
-            full,
-            parts=self.parts,
-            specs=self.specs,
-            masters=self.masters,
-            param_groups=self.param_groups,
-            is_tensor=torch.is_tensor,
-        )
+        load_full(self.access, full, self.param_groups)
         return self
 
 

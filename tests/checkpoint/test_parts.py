@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardopt.arguments import read_specs
-from shardopt.checkpoint import collect_full, load_full, local_part, renumber, require_target
+from shardopt.checkpoint import (
+    StateAccess,
+    collect_full,
+    load_full,
+    local_part,
+    renumber,
+    require_target,
+)
 from shardopt.checkpoint.state_dict import assemble, in_memory_order, shaped_like
 from shardopt.frameworks.torch import empty_on_cpu
 from shardopt.partition import Part, parts_of, plan_element_layout
@@ -291,33 +298,26 @@ class Rank:
             ]
         )
 
-    def load(self, full):
-        load_full(
-            self.group,
-            self.optimizer,
-            full,
-            parts=self.parts,
-            specs=self.specs,
-            masters={},
-            param_groups=self.param_groups,
-            is_tensor=torch.is_tensor,
-        )
-        return self
-
-    def collect(self, to):
-        require_target(self.group, to)
-        return collect_full(
+    @property
+    def access(self):
+        return StateAccess(
             self.group,
             self.optimizer,
             parts=self.parts,
             specs=self.specs,
             masters={},
-            param_groups=self.param_groups,
-            to=to,
             chunk_nbytes=16,
             empty=empty_on_cpu,
             is_tensor=torch.is_tensor,
         )
+
+    def load(self, full):
+        load_full(self.access, full, self.param_groups)
+        return self
+
+    def collect(self, to):
+        require_target(self.group, to)
+        return collect_full(self.access, self.param_groups, to=to)
 
 
 def unsharded_state_dict():

@@ -7,6 +7,7 @@ sequences the two directions. ``structure`` takes the tensors out of nested stat
 State dicts are plain data, keyed and ordered as the unsharded optimizer does it, so they fit any world size.
 """
 
+from shardopt.checkpoint.access import LocalState, StateAccess
 from shardopt.checkpoint.consolidate import consolidate
 from shardopt.checkpoint.full import collect_full, load_full, require_target
 from shardopt.checkpoint.load import local_part, state_fingerprint, validate
@@ -15,7 +16,9 @@ from shardopt.checkpoint.state_dict import full_state_dict, renumber, whole_grou
 from shardopt.checkpoint.structure import map_tensors
 
 __all__ = [
+    "LocalState",
     "ShardedState",
+    "StateAccess",
     "StateOfParams",
     "collect_full",
     "consolidate",

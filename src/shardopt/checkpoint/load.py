@@ -143,16 +143,25 @@ def local_part(
         elif index_of[saved] in number_of:
             number = number_of[index_of[saved]]
             state[number] = _copied(_part_of(entry, parts[number], specs), is_tensor)
-    param_groups = []
+    groups = local_groups(state_dict["param_groups"], parts)
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def local_groups(
+    param_groups: Sequence[Mapping[str, Any]], parts: Sequence[Part]
+) -> list[dict[str, Any]]:
+    """The param groups of a full state dict as the local optimizer of this rank has them, parameters renumbered."""
+    number_of = {part.param: number for number, part in enumerate(parts)}
+    found = []
     start = 0
-    for group in state_dict["param_groups"]:
+    for group in param_groups:
         places = [i for i in range(len(group["params"])) if start + i in number_of]
         local = {**group, "params": [number_of[start + i] for i in places]}
         if "param_names" in group:
             local["param_names"] = [group["param_names"][i] for i in places]
-        param_groups.append(local)
+        found.append(local)
         start += len(group["params"])
-    return {**state_dict, "state": state, "param_groups": param_groups}
+    return found
 
 
 def take_masters(state: dict[Any, Any]) -> dict[Any, Any]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from shardopt.buffers import view_slot
+from shardopt.checkpoint.access import StateAccess
 from shardopt.checkpoint.full import collect_full, load_full, require_target
+from shardopt.checkpoint.sharded_files import load_saved, save_sharded
 from shardopt.checkpoint.structure import map_tensors
 from shardopt.collectives import Group
 from shardopt.errors import NotConsolidatedError
@@ -89,18 +92,7 @@ class ShardedState:
         """Collect, on rank ``to``, the state dict of the whole optimizer, in CPU memory. Collective."""
         require_target(self._group, to)
         self._snapshot = None  # before the next one is collected, so that there are never two
-        self._snapshot = collect_full(
-            self._group,
-            self._local_optimizer,
-            parts=self._shards.parts,
-            specs=self._shards.specs,
-            masters=self._shards.masters(),
-            param_groups=param_groups,
-            to=to,
-            chunk_nbytes=self._chunk_nbytes,
-            empty=self._framework.empty_on_cpu,
-            is_tensor=self._framework.is_tensor,
-        )
+        self._snapshot = collect_full(self._access(), param_groups, to=to)
 
     def snapshot(self) -> dict[str, Any]:
         """Return what was collected last, as dicts that may be changed. Local.
@@ -120,14 +112,26 @@ class ShardedState:
 
     def load(self, state_dict: Any, param_groups: list[dict[str, Any]]) -> None:
         """Load this rank's part of a full state dict, and the options of all groups. Collective."""
-        load_full(
+        load_full(self._access(), state_dict, param_groups)
+        self._snapshot = None
+
+    def save(self, param_groups: list[dict[str, Any]], folder: Path) -> None:
+        """Write this rank's state to a file of its own. Collective."""
+        save_sharded(self._access(), param_groups, folder)
+
+    def load_saved(self, param_groups: list[dict[str, Any]], path: Path) -> None:
+        """Read this rank's part of a checkpoint. Collective."""
+        load_saved(self._access(), param_groups, path)
+        self._snapshot = None
+
+    def _access(self) -> StateAccess:
+        return StateAccess(
             self._group,
             self._local_optimizer,
-            state_dict,
             parts=self._shards.parts,
             specs=self._shards.specs,
             masters=self._shards.masters(),
-            param_groups=param_groups,
+            chunk_nbytes=self._chunk_nbytes,
+            empty=self._framework.empty_on_cpu,
             is_tensor=self._framework.is_tensor,
         )
-        self._snapshot = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from shardopt.collectives import raise_together
@@ -58,3 +60,32 @@ class StateDictMethods(OptimizerBase):
         self.state = self._pieces.state.live
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    # --- Files ------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | PathLike[str]) -> None:
+        """Save the state in one file per rank, in a folder that all ranks share. Collective.
+
+        What was saved there before stays whole until all of this is on the disk, and is replaced in one move: whenever a
+        process dies, ``load()`` finds one or the other. Files are safetensors with checksums; nothing is pickled.
+
+        Raises:
+            TypeError: The state holds something that cannot be written; names it.
+            OSError, CheckpointError: The folder cannot be written, or is not one folder for all ranks. As with every
+                failure, on all ranks.
+        """
+        self.wait()
+        self._pieces.state.save(self.param_groups, Path(folder))
+
+    def load(self, path: str | PathLike[str]) -> None:
+        """Load what ``save()`` or ``save_full()`` has written, at any world size, granularity and stage. Collective.
+
+        Every rank reads just its part. Parameters are the model's to load.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, or it is damaged; names the file and what is damaged in it.
+            StateMismatchError: It does not fit. As with every failure, on all ranks, with nothing loaded.
+            RankMismatchError: Ranks see different ones.
+        """
+        self._pieces.state.load_saved(self.param_groups, Path(path))
+        self.state = self._pieces.state.live

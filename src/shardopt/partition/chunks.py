@@ -62,3 +62,8 @@ def plan_chunks(
     if pieces:
         chunks.append(Chunk(tuple(pieces)))
     return chunks
+
+
+def num_blocks_of(nbytes: int, block_nbytes: int) -> int:
+    """How many blocks hold ``nbytes``. Example: ``num_blocks_of(5, 4)`` is 2, ``num_blocks_of(0, 4)`` is 0."""
+    return -(-nbytes // block_nbytes)

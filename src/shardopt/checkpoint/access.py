@@ -1,0 +1,120 @@
+"""This rank's state as parts of parameters, read from the local optimizer and put back all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardopt.checkpoint.load import MASTER_KEY, take_masters
+from shardopt.checkpoint.state_dict import renumber, whole_group
+from shardopt.collectives import Group, raise_together
+from shardopt.partition import ParamSpec, Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def drop_unowned(local_optimizer: Any) -> None:
+    """Drop the empty state that merely reading ``state[param]`` makes for parameters of other ranks."""
+    owned = {id(param) for group in local_optimizer.param_groups for param in group["params"]}
+    state = local_optimizer.state
+    for key in [key for key, entry in state.items() if hasattr(key, "data_ptr") and not entry]:
+        if id(key) not in owned:
+            del state[key]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalState:
+    """What one rank holds.
+
+    Attributes:
+        entries: The state of each part that has any, master weights included, in the order of parameters.
+        others: State that belongs to no parameter, by its key.
+        extra: What the local optimizer's state dict holds besides state and param groups.
+    """
+
+    entries: dict[Part, dict[str, Any]]
+    others: dict[Any, Any]
+    extra: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StateAccess:
+    """The pieces of one optimizer that checkpoints are made from, and loaded into.
+
+    Attributes:
+        group: The sharding group.
+        local_optimizer: The wrapped optimizer of this rank.
+        parts: What of the parameters it updates, in its order.
+        specs: All parameters.
+        masters: The master weights of what it updates, by parameter; an entry of the state like any other.
+        chunk_nbytes: Bytes in flight while state travels.
+        empty: Makes a flat CPU tensor from a numel and ``str(dtype)``.
+        is_tensor: Whether a value is a tensor.
+    """
+
+    group: Group
+    local_optimizer: Any
+    parts: Sequence[Part]
+    specs: Sequence[ParamSpec]
+    masters: Mapping[int, Tensor]
+    chunk_nbytes: int
+    empty: Callable[[int, str], Tensor]
+    is_tensor: Callable[[Any], bool]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the local optimizer is one of the framework's own, whose state is known by its keys."""
+        return type(self.local_optimizer).__module__.partition(".")[0] in ("torch", "tensorplay")
+
+    def read(self) -> LocalState:
+        """This rank's live state, not copied. Local."""
+        drop_unowned(self.local_optimizer)
+        local = self.local_optimizer.state_dict()
+        state = renumber(local, self.parts)
+        entries: dict[Part, dict[str, Any]] = {}
+        for part in self.parts:
+            entry = dict(state.get(part, {}))
+            if part.param in self.masters:
+                entry[MASTER_KEY] = self.masters[part.param].detach()
+            if part in state or entry:
+                entries[part] = entry
+        others = {key: value for key, value in state.items() if not isinstance(key, Part)}
+        extra = {key: v for key, v in local.items() if key not in ("state", "param_groups")}
+        return LocalState(entries, others, extra)
+
+    def replace(
+        self,
+        make_local: Callable[[], dict[str, Any]],
+        *,
+        param_groups: list[dict[str, Any]],
+        saved_groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Load a local state dict into the local optimizer, and the options of all groups; all ranks or none. Collective.
+
+        Args:
+            make_local: Returns the state dict, whose tensors are kept; may raise.
+            param_groups: Of the whole optimizer; its groups are replaced.
+            saved_groups: Those of the full state dict.
+        """
+        optimizer = self.local_optimizer
+        kept = optimizer.state, optimizer.param_groups
+        try:
+            with raise_together(self.group, doing="load_state_dict() of the local optimizer"):
+                local = make_local()
+                loaded = take_masters(local["state"])
+                optimizer.load_state_dict(local)
+        except Exception:
+            optimizer.state, optimizer.param_groups = kept
+            raise
+        for number, values in loaded.items():
+            master = self.masters.get(self.parts[number].param)
+            if master is not None:
+                master.detach().copy_(values.view(master.shape))
+        param_groups[:] = [
+            whole_group(local_group, current, saved)
+            for local_group, current, saved in zip(
+                optimizer.param_groups, param_groups, saved_groups, strict=True
+            )
+        ]

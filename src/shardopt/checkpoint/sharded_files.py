@@ -1,0 +1,228 @@
+"""Save each rank's state to a file of its own, and load any such checkpoint at any world size."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardopt.checkpoint.access import LocalState, StateAccess
+from shardopt.checkpoint.load import local_groups, validate
+from shardopt.checkpoint.saved import VERSION, SavedParam, SavedState, open_saved
+from shardopt.collectives import raise_together, require_equal
+from shardopt.errors import CheckpointError, StateMismatchError
+from shardopt.files import (
+    TensorEntry,
+    TensorFileWriter,
+    commit,
+    dtype_name,
+    encode,
+    file_name,
+    in_file_order,
+    remove_others,
+    sync_folder,
+)
+
+
+def save_sharded(
+    access: StateAccess, param_groups: Sequence[Mapping[str, Any]], folder: Path
+) -> None:
+    """Write this rank's state beside that of the others, and make it current once all have done so. Collective.
+
+    Args:
+        access: To the state of this rank.
+        param_groups: Of the whole optimizer.
+        folder: One folder for all ranks; made if it is not there.
+
+    Raises:
+        TypeError: Something in the state cannot be written.
+        OSError, CheckpointError: The folder cannot be written to, or is not the same on all ranks. As with every failure
+            here, on all ranks, and what was current in the folder stays so.
+    """
+    group = access.group
+    save = group.all_gather_object(secrets.token_hex(4))[0]
+    path = folder / file_name(save, group.rank)
+    with raise_together(group, doing="save()"):
+        folder.mkdir(parents=True, exist_ok=True)
+        local = access.read()
+        groups = packed_groups(param_groups) if group.rank == 0 else None
+        if group.is_first_replica:
+            write_rank_file(path, local, groups, access)
+    parts = [[p.param, p.offset, p.numel, p.is_whole] for p in local.entries]
+    parts_by_rank = group.all_gather_object(parts)[: group.world_size]
+    names = {rank: file_name(save, rank) for rank in range(group.world_size)}
+    try:
+        with raise_together(group, doing="save()"):
+            if group.is_first:
+                require_files(folder, list(names.values()))
+                sync_folder(folder)
+                index = index_of(access, save, parts_by_rank)
+                commit(folder, {**index, "files": names})
+    except Exception:
+        path.unlink(missing_ok=True)
+        raise
+    with raise_together(group, doing="save()"):
+        if group.is_first:
+            remove_others(folder, set(names.values()))
+
+
+def index_of(
+    access: StateAccess, save: str, parts_by_rank: Sequence[Sequence[Sequence[Any]]]
+) -> dict[str, Any]:
+    """What a checkpoint holds and where, for ``SavedState``."""
+    params = [SavedParam.of(spec) for spec in access.specs]
+    return {
+        "version": VERSION,
+        "save": save,
+        "optimizer": type(access.local_optimizer).__name__,
+        "world_size": access.group.world_size,
+        "params": [
+            {"name": p.name, "shape": p.shape, "stride": p.stride, "dtype": p.dtype} for p in params
+        ],
+        "parts": [[rank, *part] for rank, parts in enumerate(parts_by_rank) for part in parts],
+    }
+
+
+def require_files(folder: Path, names: Sequence[str]) -> None:
+    """Raise unless all files are there.
+
+    Raises:
+        CheckpointError: Names one that is not.
+    """
+    for rank, name in enumerate(names):
+        if not (folder / name).exists():
+            raise CheckpointError(
+                f"{folder}: rank 0 does not see {name}, which rank {rank} has written; all ranks have to write to one "
+                "folder, on storage that they share"
+            )
+
+
+def packed_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Param groups with the numbers of their parameters, as in a state dict."""
+    packed: list[dict[str, Any]] = []
+    start = 0
+    for group in param_groups:
+        stop = start + len(group["params"])
+        packed.append({**group, "params": list(range(start, stop))})
+        start = stop
+    return packed
+
+
+def write_rank_file(
+    path: Path,
+    local: LocalState,
+    groups: Sequence[Mapping[str, Any]] | None,
+    access: StateAccess,
+) -> None:
+    """Write what one rank holds, and the param groups if it is to.
+
+    Raises:
+        TypeError: Something cannot be written; names the parameter and the entry.
+    """
+    tensors: dict[str, Any] = {}
+
+    def take(value: Any, where: str) -> str | None:
+        if not access.is_tensor(value):
+            return None
+        tensors[where] = value
+        return where
+
+    labels = {part.param: access.specs[part.param].label for part in local.entries}
+    state = {}
+    for part, entry in local.entries.items():
+        try:
+            state[str(part.param)] = encode(entry, f"state.{part.param}", take)
+        except TypeError as error:
+            raise TypeError(f"{labels[part.param]}: {error}") from error
+    metadata = {
+        "state": state,
+        "others": encode(local.others, "others", take),
+        "extra": encode(local.extra, "extra", take),
+        "param_groups": None if groups is None else encode(list(groups), "param_groups", take),
+    }
+    entries = in_file_order(
+        TensorEntry(name, dtype_name(tensor), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    )
+    writer = TensorFileWriter(path, entries, metadata)
+    try:
+        for one in entries:
+            writer.append(tensors[one.name].detach().cpu().contiguous().view(-1))
+        writer.close()
+    except BaseException:
+        writer.abandon()
+        raise
+
+
+def load_saved(access: StateAccess, param_groups: list[dict[str, Any]], path: Path) -> None:
+    """Read this rank's part of a checkpoint into the local optimizer, and the options of all. Collective.
+
+    Every rank reads just what it needs.
+
+    Args:
+        access: To the state of this rank.
+        param_groups: Of the whole optimizer; its groups are replaced.
+        path: A folder that ``save_sharded`` has written, or a full file; every rank can see it.
+
+    Raises:
+        CheckpointError: It is none, or damaged. As with every failure here, on all ranks, with nothing loaded.
+        StateMismatchError: It does not fit.
+        RankMismatchError: Ranks see different ones.
+    """
+    group = access.group
+    with raise_together(group, doing=f"load({str(path)!r})"), open_saved(path) as saved:
+        require_same_params(saved, access)
+        local, groups = read_local(saved, access, param_groups)
+        identity = saved.identity
+    require_equal(group, [("save", identity)], subject="every rank must load the same checkpoint")
+    access.replace(lambda: local, param_groups=param_groups, saved_groups=groups)
+
+
+def require_same_params(saved: SavedState, access: StateAccess) -> None:
+    """Raise unless a checkpoint is of the same parameters.
+
+    Raises:
+        StateMismatchError: Names the first that differs, what was found and what was expected.
+    """
+    if len(saved.params) != len(access.specs):
+        raise StateMismatchError(
+            f"{saved.path}: holds the state of {len(saved.params)} parameters, but the optimizer has "
+            f"{len(access.specs)}; give it the parameters of the same model, in the same groups"
+        )
+    for spec, theirs in zip(access.specs, saved.params, strict=True):
+        ours = SavedParam.of(spec)
+        if theirs.shape != ours.shape:
+            raise StateMismatchError(
+                f"{saved.path}: {spec.label}: was of shape {theirs.shape} when it was saved, expected {ours.shape}; it "
+                "was saved for another model, or its parameters were in another order"
+            )
+        if theirs.name is not None and ours.name is not None and theirs.name != ours.name:
+            raise StateMismatchError(
+                f"{saved.path}: {spec.label}: was called {theirs.name!r} when it was saved, expected {ours.name!r}; its "
+                "parameters were in another order"
+            )
+
+
+def read_local(
+    saved: SavedState, access: StateAccess, param_groups: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the state dict that the local optimizer is to load, and the param groups of the whole one."""
+    groups = saved.read_common("param_groups", access.empty)
+    owned = {part.param for part in access.parts}
+    described = {p: saved.described(p) for p in sorted(owned) if p in saved.parts}
+    whole = {part.param: e for part, e in access.read().entries.items() if part.is_whole}
+    validate(
+        {"state": described, "param_groups": groups},
+        access.specs,
+        [len(group["params"]) for group in param_groups],
+        whole,
+        knows_keys=access.is_known,
+    )
+    state: dict[Any, Any] = dict(saved.read_common("others", access.empty))
+    for number, part in enumerate(access.parts):
+        if part.param in saved.parts:
+            state[number] = saved.read_entry(access.specs[part.param], part, access.empty)
+    extra = saved.read_common("extra", access.empty)
+    local = {**extra, "state": state, "param_groups": local_groups(groups, access.parts)}
+    return local, groups
