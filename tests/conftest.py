@@ -175,6 +175,7 @@ class ThreadGroup:
     num_scratch = RankGroup.num_scratch
     shares_memory = False
     reduce_over_replicas = RankGroup.reduce_over_replicas
+    broadcast_to_replicas = RankGroup.broadcast_to_replicas
     _peers = RankGroup._peers
 
     def __init__(

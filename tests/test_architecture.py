@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "partition": set(),
     "collectives": {"errors"},
     "buffers": {"errors", "partition"},
-    "frameworks": {"buffers", "collectives"},
+    "frameworks": {"buffers", "collectives", "errors"},
     "arguments": {"frameworks", "partition", "sharding"},
     "shards": {
         "arguments",

@@ -69,6 +69,7 @@ class Rank:
             parts=self.parts,
             specs=self.specs,
             masters={},
+            parts_of=lambda rank: [],
             chunk_nbytes=16,
             empty=empty_on_cpu,
             is_tensor=torch.is_tensor,

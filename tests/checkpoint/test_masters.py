@@ -79,6 +79,7 @@ class Rank:
             parts=self.parts,
             specs=self.specs,
             masters=self.masters,
+            parts_of=lambda rank: [],
             chunk_nbytes=16,
             empty=empty_on_cpu,
             is_tensor=torch.is_tensor,

@@ -39,6 +39,25 @@ class LocalState:
     extra: dict[str, Any]
 
 
+VERSION = 1
+"""Of what ``index`` returns, and of the headers of files."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedParam:
+    """The facts of a parameter when it was saved."""
+
+    name: str | None
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, spec: ParamSpec) -> SavedParam:
+        """Those of ``spec``."""
+        return cls(spec.name, spec.shape, spec.stride, spec.dtype.rpartition(".")[2])
+
+
 @dataclass(frozen=True, slots=True)
 class StateAccess:
     """The pieces of one optimizer that checkpoints are made from, and loaded into.
@@ -49,6 +68,7 @@ class StateAccess:
         parts: What of the parameters it updates, in its order.
         specs: All parameters.
         masters: The master weights of what it updates, by parameter; an entry of the state like any other.
+        parts_of: Returns those of any rank.
         chunk_nbytes: Bytes in flight while state travels.
         empty: Makes a flat CPU tensor from a numel and ``str(dtype)``.
         is_tensor: Whether a value is a tensor.
@@ -59,6 +79,7 @@ class StateAccess:
     parts: Sequence[Part]
     specs: Sequence[ParamSpec]
     masters: Mapping[int, Tensor]
+    parts_of: Callable[[int], Sequence[Part]]
     chunk_nbytes: int
     empty: Callable[[int, str], Tensor]
     is_tensor: Callable[[Any], bool]
@@ -83,6 +104,26 @@ class StateAccess:
         others = {key: value for key, value in state.items() if not isinstance(key, Part)}
         extra = {key: v for key, v in local.items() if key not in ("state", "param_groups")}
         return LocalState(entries, others, extra)
+
+    def index(self, save: str, parts_by_rank: Sequence[Sequence[Sequence[Any]]]) -> dict[str, Any]:
+        """What a checkpoint of this optimizer holds and where, as plain values.
+
+        Args:
+            save: Tells this one from others.
+            parts_by_rank: What stands in the file of each rank: parameter, offset, numel, and whether it is whole.
+        """
+        params = [SavedParam.of(spec) for spec in self.specs]
+        return {
+            "version": VERSION,
+            "save": save,
+            "optimizer": type(self.local_optimizer).__name__,
+            "world_size": self.group.world_size,
+            "params": [
+                {"name": p.name, "shape": p.shape, "stride": p.stride, "dtype": p.dtype}
+                for p in params
+            ],
+            "parts": [[rank, *part] for rank, parts in enumerate(parts_by_rank) for part in parts],
+        }
 
     def replace(
         self,

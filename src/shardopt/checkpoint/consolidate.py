@@ -52,7 +52,6 @@ def consolidate(
     """
     structure, tensors = take_tensors(state, is_tensor)
     structures = group.all_gather_object(structure)[: group.world_size]  # replicas have the same
-    pool = StagingPool()
     merged: dict[Any, Any] = {}
     for rank, theirs in enumerate(structures):
         slots = slots_of(theirs)
@@ -60,31 +59,48 @@ def consolidate(
             continue
         if rank == group.rank:
             flats = [flatten(tensor) for tensor in tensors]
-            run_in_flight(
-                (
-                    partial(_send, group, chunk, kind, to, pool, empty)
-                    for chunk, kind in _plan(slots, flats, chunk_nbytes)
-                ),
-                depth=DEPTH,
-            )
+            send_tensors(group, slots, flats, dst=to, chunk_nbytes=chunk_nbytes, empty=empty)
         elif to == group.rank:
             flats = [empty(prod(slot.shape), slot.dtype) for slot in slots]
-            run_in_flight(
-                (
-                    partial(_receive, group, chunk, kind, rank, pool, empty)
-                    for chunk, kind in _plan(slots, flats, chunk_nbytes)
-                ),
-                depth=DEPTH,
-            )
-            merged.update(
-                put_tensors(
-                    theirs, [slot.shape_flat(flat) for slot, flat in zip(slots, flats, strict=True)]
-                )
-            )
+            receive_tensors(group, slots, flats, src=rank, chunk_nbytes=chunk_nbytes, empty=empty)
+            shaped = [slot.shape_flat(flat) for slot, flat in zip(slots, flats, strict=True)]
+            merged.update(put_tensors(theirs, shaped))
     if to != group.rank:
         return None
     # last, so that of state that belongs to no parameter this rank's own is kept
     return {**merged, **map_tensors(state, lambda t: _copy_to_cpu(t, empty), is_tensor)}
+
+
+def send_tensors(
+    group: Group,
+    slots: Sequence[TensorSlot],
+    flats: Sequence[Tensor],
+    *,
+    dst: int,
+    chunk_nbytes: int,
+    empty: Callable[[int, str], Tensor],
+) -> None:
+    """Send tensors, (numel,) each, to rank ``dst``, which calls ``receive_tensors`` with the same slots."""
+    pool = StagingPool()
+    plan = _plan(slots, flats, chunk_nbytes)
+    launches = (partial(_send, group, chunk, kind, dst, pool, empty) for chunk, kind in plan)
+    run_in_flight(launches, depth=DEPTH)
+
+
+def receive_tensors(
+    group: Group,
+    slots: Sequence[TensorSlot],
+    flats: Sequence[Tensor],
+    *,
+    src: int,
+    chunk_nbytes: int,
+    empty: Callable[[int, str], Tensor],
+) -> None:
+    """Receive what rank ``src`` sends with ``send_tensors``."""
+    pool = StagingPool()
+    plan = _plan(slots, flats, chunk_nbytes)
+    launches = (partial(_receive, group, chunk, kind, src, pool, empty) for chunk, kind in plan)
+    run_in_flight(launches, depth=DEPTH)
 
 
 def _plan(

@@ -34,6 +34,26 @@ PARAM_SHAPED_KEYS = frozenset(
 """State that has the shape of its parameter in every optimizer of ``torch.optim`` (read off their ``_init_group``)."""
 
 
+def require_state_dict(state_dict: Any) -> None:
+    """Raise unless it is a state dict of an optimizer.
+
+    Raises:
+        TypeError: Not a dict.
+        StateMismatchError: Without state or param groups.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"state dict: expected a dict, got {type(state_dict).__name__}; every rank needs the full state dict, "
+            "e.g. from torch.load(path, mmap=True)"
+        )
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise StateMismatchError(
+                f"state dict: no {key!r} in it, found {sorted(map(str, state_dict))}; expected what state_dict() of "
+                "this or of the unsharded optimizer returned, on every rank"
+            )
+
+
 def validate(
     state_dict: Any,
     specs: Sequence[ParamSpec],
@@ -55,17 +75,7 @@ def validate(
         TypeError: Not a dict.
         StateMismatchError: Names what does not fit, what was given and what was expected.
     """
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(
-            f"state dict: expected a dict, got {type(state_dict).__name__}; every rank needs the full state dict, "
-            "e.g. from torch.load(path, mmap=True)"
-        )
-    for key in ("state", "param_groups"):
-        if key not in state_dict:
-            raise StateMismatchError(
-                f"state dict: no {key!r} in it, found {sorted(map(str, state_dict))}; expected what state_dict() of "
-                "this or of the unsharded optimizer returned, on every rank"
-            )
+    require_state_dict(state_dict)
     given = [len(group.get("params", ())) for group in state_dict["param_groups"]]
     if given != list(num_params_by_group):
         raise StateMismatchError(
@@ -142,7 +152,7 @@ def local_part(
             state[saved] = _copied(entry, is_tensor)  # belongs to no parameter, so to every rank
         elif index_of[saved] in number_of:
             number = number_of[index_of[saved]]
-            state[number] = _copied(_part_of(entry, parts[number], specs), is_tensor)
+            state[number] = _copied(part_of(entry, parts[number], specs), is_tensor)
     groups = local_groups(state_dict["param_groups"], parts)
     return {**state_dict, "state": state, "param_groups": groups}
 
@@ -179,17 +189,23 @@ def _copied(entry: Any, is_tensor: Callable[[Any], bool]) -> Any:
     return map_tensors(entry, lambda tensor: tensor.detach().clone(), is_tensor)
 
 
-def _part_of(entry: Any, part: Part, specs: Sequence[ParamSpec]) -> Any:
+def has_param_shape(key: str, shape: tuple[int, ...], spec: ParamSpec) -> bool:
+    """Whether a tensor of a parameter's state has an element for each of the parameter's.
+
+    Beside a parameter without dimensions a step count has its shape, too.
+    """
+    return shape == spec.shape and (bool(shape) or key in PARAM_SHAPED_KEYS)
+
+
+def part_of(entry: Any, part: Part, specs: Sequence[ParamSpec]) -> Any:
     """The state of a part: of each tensor that has the parameter's shape the elements of the part."""
     if part.is_whole:
         return entry
     spec = specs[part.param]
 
     def cut(key: str, value: Any) -> Any:
-        if not hasattr(value, "shape") or tuple(value.shape) != spec.shape:
+        if not hasattr(value, "shape") or not has_param_shape(key, tuple(value.shape), spec):
             return value
-        if not spec.shape and key not in PARAM_SHAPED_KEYS:
-            return value  # a step count, next to a parameter without dimensions
         ordered = shaped_like(value.detach().new_empty((spec.numel,)), spec)
         ordered.copy_(value.detach())
         return in_memory_order(ordered).narrow(0, part.offset, part.numel)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardopt.checkpoint.load import PARAM_SHAPED_KEYS
+from shardopt.checkpoint.access import VERSION, SavedParam
+from shardopt.checkpoint.load import has_param_shape
 from shardopt.checkpoint.state_dict import in_memory_order, shaped_like
 from shardopt.errors import CheckpointError
 from shardopt.files import TensorEntry, TensorFile, decode, read_manifest
@@ -22,26 +23,8 @@ from shardopt.partition import ParamSpec, Part, Range, memory_order, plan_transf
 if TYPE_CHECKING:
     from torch import Tensor
 
-VERSION = 1
-"""Of the index and the headers."""
-
 Empty = Callable[[int, str], Any]
 """Makes a flat CPU tensor from a numel and the name of a dtype."""
-
-
-@dataclass(frozen=True, slots=True)
-class SavedParam:
-    """The facts of a parameter when it was saved."""
-
-    name: str | None
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: str
-
-    @classmethod
-    def of(cls, spec: ParamSpec) -> SavedParam:
-        """Those of ``spec``."""
-        return cls(spec.name, spec.shape, spec.stride, spec.dtype.rpartition(".")[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +104,9 @@ class SavedState:
         shape = self.params[param].shape
         return {
             key: TensorEntry(value.name, value.dtype, shape)
-            if isinstance(value, TensorEntry) and not saved.part.is_whole and _is_cut(value, saved)
+            if isinstance(value, TensorEntry)
+            and not saved.part.is_whole
+            and is_cut(value, saved.part)
             else value
             for key, value in found.items()
         }
@@ -152,7 +137,7 @@ class SavedState:
         found: dict[str, Any] = {}
         for key, value in self.entry_of(first).items():
             entry = self._tensor_entry(first, value)
-            if entry is not None and self._has_param_shape(key, entry, first):
+            if entry is not None and self._has_param_shape(key, entry, first, spec):
                 found[key] = self._read_elements(key, entry.dtype, held, spec, part, empty)
             else:
                 found[key] = self._decoded(first.rank, value, empty)
@@ -164,12 +149,12 @@ class SavedState:
         decoded = decode(value, lambda name: entries[name])
         return decoded if isinstance(decoded, TensorEntry) else None
 
-    def _has_param_shape(self, key: str, entry: TensorEntry, saved: SavedPart) -> bool:
+    def _has_param_shape(
+        self, key: str, entry: TensorEntry, saved: SavedPart, spec: ParamSpec
+    ) -> bool:
         if not saved.part.is_whole:
-            return _is_cut(entry, saved)
-        shape = self.params[saved.part.param].shape
-        # beside a parameter without dimensions, a step count has its shape, too
-        return entry.shape == shape and (bool(shape) or key in PARAM_SHAPED_KEYS)
+            return is_cut(entry, saved.part)
+        return has_param_shape(key, entry.shape, spec)
 
     def _read_elements(
         self,
@@ -222,9 +207,9 @@ class SavedState:
         return decode(value, read)
 
 
-def _is_cut(entry: TensorEntry, saved: SavedPart) -> bool:
+def is_cut(entry: TensorEntry, part: Part) -> bool:
     """Whether a tensor of a flat part has an element for each of its part."""
-    return entry.shape == (saved.part.numel,)
+    return entry.shape == (part.numel,)
 
 
 def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

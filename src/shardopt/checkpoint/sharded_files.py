@@ -7,17 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardopt.checkpoint.access import LocalState, StateAccess
+from shardopt.checkpoint.access import LocalState, SavedParam, StateAccess
+from shardopt.checkpoint.encoded import encode_state, packed_groups
 from shardopt.checkpoint.load import local_groups, validate
-from shardopt.checkpoint.saved import VERSION, SavedParam, SavedState, open_saved
+from shardopt.checkpoint.saved import SavedState, open_saved
 from shardopt.collectives import raise_together, require_equal
 from shardopt.errors import CheckpointError, StateMismatchError
 from shardopt.files import (
-    TensorEntry,
     TensorFileWriter,
     commit,
-    dtype_name,
-    encode,
     file_name,
     in_file_order,
     remove_others,
@@ -57,7 +55,7 @@ def save_sharded(
             if group.is_first:
                 require_files(folder, list(names.values()))
                 sync_folder(folder)
-                index = index_of(access, save, parts_by_rank)
+                index = access.index(save, parts_by_rank)
                 commit(folder, {**index, "files": names})
     except Exception:
         path.unlink(missing_ok=True)
@@ -65,23 +63,6 @@ def save_sharded(
     with raise_together(group, doing="save()"):
         if group.is_first:
             remove_others(folder, set(names.values()))
-
-
-def index_of(
-    access: StateAccess, save: str, parts_by_rank: Sequence[Sequence[Sequence[Any]]]
-) -> dict[str, Any]:
-    """What a checkpoint holds and where, for ``SavedState``."""
-    params = [SavedParam.of(spec) for spec in access.specs]
-    return {
-        "version": VERSION,
-        "save": save,
-        "optimizer": type(access.local_optimizer).__name__,
-        "world_size": access.group.world_size,
-        "params": [
-            {"name": p.name, "shape": p.shape, "stride": p.stride, "dtype": p.dtype} for p in params
-        ],
-        "parts": [[rank, *part] for rank, parts in enumerate(parts_by_rank) for part in parts],
-    }
 
 
 def require_files(folder: Path, names: Sequence[str]) -> None:
@@ -98,17 +79,6 @@ def require_files(folder: Path, names: Sequence[str]) -> None:
             )
 
 
-def packed_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Param groups with the numbers of their parameters, as in a state dict."""
-    packed: list[dict[str, Any]] = []
-    start = 0
-    for group in param_groups:
-        stop = start + len(group["params"])
-        packed.append({**group, "params": list(range(start, stop))})
-        start = stop
-    return packed
-
-
 def write_rank_file(
     path: Path,
     local: LocalState,
@@ -120,35 +90,13 @@ def write_rank_file(
     Raises:
         TypeError: Something cannot be written; names the parameter and the entry.
     """
-    tensors: dict[str, Any] = {}
-
-    def take(value: Any, where: str) -> str | None:
-        if not access.is_tensor(value):
-            return None
-        tensors[where] = value
-        return where
-
-    labels = {part.param: access.specs[part.param].label for part in local.entries}
-    state = {}
-    for part, entry in local.entries.items():
-        try:
-            state[str(part.param)] = encode(entry, f"state.{part.param}", take)
-        except TypeError as error:
-            raise TypeError(f"{labels[part.param]}: {error}") from error
-    metadata = {
-        "state": state,
-        "others": encode(local.others, "others", take),
-        "extra": encode(local.extra, "extra", take),
-        "param_groups": None if groups is None else encode(list(groups), "param_groups", take),
-    }
-    entries = in_file_order(
-        TensorEntry(name, dtype_name(tensor), tuple(tensor.shape))
-        for name, tensor in tensors.items()
-    )
+    encoded, tensors = encode_state(local, groups, access)
+    entries = in_file_order(encoded.tensors)
+    metadata = {"state": encoded.state, **encoded.header}
     writer = TensorFileWriter(path, entries, metadata)
     try:
-        for one in entries:
-            writer.append(tensors[one.name].detach().cpu().contiguous().view(-1))
+        for entry in entries:
+            writer.append(tensors[entry.name].detach().cpu().contiguous().view(-1))
         writer.close()
     except BaseException:
         writer.abandon()

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from shardopt.buffers import view_slot
 from shardopt.checkpoint.access import StateAccess
+from shardopt.checkpoint.distribute import DictSource, FileSource, FullSource, load_from_one
 from shardopt.checkpoint.full import collect_full, load_full, require_target
+from shardopt.checkpoint.full_file import save_full_file
+from shardopt.checkpoint.saved import open_saved
 from shardopt.checkpoint.sharded_files import load_saved, save_sharded
 from shardopt.checkpoint.structure import map_tensors
 from shardopt.collectives import Group
 from shardopt.errors import NotConsolidatedError
+from shardopt.files import is_pickled
 from shardopt.frameworks import Framework
 from shardopt.partition import Part, Slot
 from shardopt.shards import Shards
@@ -124,6 +130,28 @@ class ShardedState:
         load_saved(self._access(), param_groups, path)
         self._snapshot = None
 
+    def save_full(self, param_groups: list[dict[str, Any]], path: Path, *, to: int) -> None:
+        """Write the state of the whole optimizer on rank ``to``. Collective."""
+        require_target(self._group, to)
+        save_full_file(self._access(), param_groups, path, to=to)
+
+    def load_full(self, param_groups: list[dict[str, Any]], path_or_dict: Any, *, src: int) -> None:
+        """Load what rank ``src`` has. Collective."""
+        require_target(self._group, src)
+        access = self._access()
+        with ExitStack() as opened:
+
+            def open_source() -> FullSource:
+                if not isinstance(path_or_dict, (str, PathLike)):
+                    return DictSource(path_or_dict, access)
+                path = Path(path_or_dict)
+                if is_pickled(path):
+                    return DictSource(self._framework.load_pickled(path), access)
+                return FileSource(opened.enter_context(open_saved(path)), access)
+
+            load_from_one(access, param_groups, open_source, src=src)
+        self._snapshot = None
+
     def _access(self) -> StateAccess:
         return StateAccess(
             self._group,
@@ -131,6 +159,7 @@ class ShardedState:
             parts=self._shards.parts,
             specs=self._shards.specs,
             masters=self._shards.masters(),
+            parts_of=self._shards.parts_of,
             chunk_nbytes=self._chunk_nbytes,
             empty=self._framework.empty_on_cpu,
             is_tensor=self._framework.is_tensor,

@@ -133,6 +133,9 @@ class Group(Protocol):
     def reduce_over_replicas(self, tensor: Tensor) -> None:
         """Sum what this rank holds of a sum over its group with what the same rank of other groups holds. Collective."""
 
+    def broadcast_to_replicas(self, tensor: Tensor) -> None:
+        """Make ``tensor``, (N,) contiguous, what it is on the same rank of the first of the groups. Collective."""
+
     def num_scratch(self, device_type: str, *, adds: bool, casts: bool) -> int:
         """How many tensors of scratch memory ``reduce_scatter`` needs.
 
@@ -268,6 +271,9 @@ class LoneRank:
         return Pending(then=lambda: add_up(parts, out=out, scale=scale, adds=adds))
 
     def reduce_over_replicas(self, tensor: Tensor) -> None:
+        """Leave ``tensor`` as it is."""
+
+    def broadcast_to_replicas(self, tensor: Tensor) -> None:
         """Leave ``tensor`` as it is."""
 
     def num_scratch(self, device_type: str, *, adds: bool, casts: bool) -> int:

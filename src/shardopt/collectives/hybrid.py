@@ -89,6 +89,10 @@ class HybridGroup:
         """Sum within the column."""
         self._column.all_reduce(tensor)
 
+    def broadcast_to_replicas(self, tensor: Tensor) -> None:
+        """Send down the column."""
+        self._column.broadcast(tensor).wait()
+
     def send(self, tensor: Tensor, *, dst: int) -> Pending:
         """Launch it within the row."""
         return self._row.send(tensor, dst=dst)

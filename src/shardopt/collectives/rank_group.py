@@ -194,6 +194,9 @@ class RankGroup:
     def reduce_over_replicas(self, tensor: Tensor) -> None:
         """Leave ``tensor`` as it is: there are none."""
 
+    def broadcast_to_replicas(self, tensor: Tensor) -> None:
+        """Leave ``tensor`` as it is: there are none."""
+
     def _reduce_scatter_natively(
         self,
         parts: Sequence[Tensor],

@@ -19,6 +19,7 @@ from shardopt.files.tensor_file import (
     TensorFileWriter,
     dtype_name,
     in_file_order,
+    is_pickled,
 )
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "encode",
     "file_name",
     "in_file_order",
+    "is_pickled",
     "read_manifest",
     "remove_others",
     "sync_folder",

@@ -97,6 +97,22 @@ def dtype_name(tensor: Any) -> str:
     return name
 
 
+def is_pickled(path: Path) -> bool:
+    """Whether a file is one that ``torch.save`` writes, in either of its formats.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    if path.is_dir():
+        return False
+    try:
+        with open(path, "rb") as file:
+            start = file.read(4)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    return start.startswith((b"PK\x03\x04", b"\x80\x02"))
+
+
 def bytes_of(flat: Any) -> memoryview:
     """The memory of a contiguous CPU tensor of one dimension; valid as long as the tensor is."""
     nbytes = flat.numel() * flat.element_size()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from shardopt.buffers import CopyAll, ScaleInto
@@ -52,6 +53,8 @@ class Framework:
         is_separable: Whether an optimizer class is known to update every parameter on its own, so that it may update some
             now and others later.
         outside_of_graphs: Makes a function that the framework's compiler of models leaves alone.
+        load_pickled: Reads a state dict that the framework's ``save`` has written, tensors on the CPU and mapped if possible,
+            without running anything that is in it.
         shadow_step: Makes the framework's ``JoinHook`` of what takes part in a step and what ends it.
     """
 
@@ -71,6 +74,7 @@ class Framework:
     make_param: Callable[[Any], Any]
     init_joinable: Callable[[Any], None]
     notify_join: Callable[[Any], Any]
+    load_pickled: Callable[[Path], Any]
     shadow_step: Callable[[Callable[[], Any], Callable[[], None]], Any]
     scale_into: ScaleInto
     touch: Callable[[Iterable[Any]], None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import tensorplay
@@ -18,6 +19,7 @@ from tensorplay.distributed.tensor import DTensor
 from tensorplay.optim import LBFGS
 from tensorplay.optim import optimizer as tensorplay_optimizer
 
+from shardopt.errors import CheckpointError
 from shardopt.frameworks.framework import Framework
 from shardopt.frameworks.join import ShadowStep
 from shardopt.frameworks.shared import (
@@ -93,6 +95,18 @@ def scale_into(destination: Any, source: Any, factor: float) -> None:
         destination.mul_(factor)
 
 
+def load_pickled(path: Path) -> Any:
+    """Refuse: TensorPlay's own files are unpickled without limits.
+
+    Raises:
+        CheckpointError: Always; says what to do instead.
+    """
+    raise CheckpointError(
+        f"{path}: a pickled file, which may run anything when it is read; read it with tensorplay.load() if you trust it, "
+        "and pass the state dict"
+    )
+
+
 class TensorPlayShadowStep(ShadowStep, JoinHook):  # type: ignore[misc]
     """The hook as TensorPlay's ``Join`` expects it."""
 
@@ -125,6 +139,7 @@ TENSORPLAY = Framework(
     make_param=make_param,
     init_joinable=Joinable.__init__,
     notify_join=Join.notify_join_context,
+    load_pickled=load_pickled,
     shadow_step=TensorPlayShadowStep,
     scale_into=scale_into,
     touch=lambda params: None,

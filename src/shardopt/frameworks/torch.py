@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
+from shardopt.errors import CheckpointError
 from shardopt.frameworks.framework import Framework
 from shardopt.frameworks.join import ShadowStep
 from shardopt.frameworks.sharded_gradient import ShardedGradient
@@ -80,6 +82,18 @@ def scale_into(destination: torch.Tensor, source: torch.Tensor, factor: float) -
     torch.mul(source.detach(), factor, out=destination)
 
 
+def load_pickled(path: Path) -> Any:
+    """Map a file of ``torch.save`` into memory; of objects, only those that hold plain values are made.
+
+    Raises:
+        CheckpointError: It is damaged, or holds other objects.
+    """
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # of many kinds, by what is damaged
+        raise CheckpointError(f"{path}: cannot be loaded: {error}") from error
+
+
 class TorchAutograd:
     """Watches gradients by hooks on parameters."""
 
@@ -133,6 +147,7 @@ TORCH = Framework(
     make_param=torch.nn.Parameter,
     init_joinable=Joinable.__init__,
     notify_join=Join.notify_join_context,
+    load_pickled=load_pickled,
     shadow_step=TorchShadowStep,
     scale_into=scale_into,
     touch=torch.autograd.graph.increment_version,

@@ -89,3 +89,33 @@ class StateDictMethods(OptimizerBase):
         """
         self._pieces.state.load_saved(self.param_groups, Path(path))
         self.state = self._pieces.state.live
+
+    def save_full(self, path: str | PathLike[str], to: int = 0) -> None:
+        """Write the state of the whole optimizer to one file on rank ``to``, streamed. Collective.
+
+        No rank holds more of it than its own and ``Sharding.bucket_mb``. The file is safetensors with checksums, and
+        replaces what was at ``path`` in one move.
+
+        Raises:
+            TypeError: The state holds something that cannot be written; names it.
+            ValueError: ``to`` is no rank of the group, or not equal on all ranks.
+            OSError: The file cannot be written. As with every failure, on all ranks.
+        """
+        self.wait()
+        self._pieces.state.save_full(self.param_groups, Path(path), to=to)
+
+    def load_full(self, path_or_dict: Any, src: int = 0) -> None:
+        """Load a full state that only rank ``src`` has, and sends to the others part by part. Collective.
+
+        Args:
+            path_or_dict: On rank ``src``, elsewhere ignored: a file of ``save_full()``; one that ``torch.save`` has written
+                of the state dict of an unsharded optimizer, or of a consolidated one (torch's, FairScale's or ours), of
+                which nothing but tensors and plain values is read; or such a state dict.
+            src: The rank that has it.
+
+        Raises:
+            CheckpointError, StateMismatchError: It cannot be read, or does not fit. As with every failure, on all ranks,
+                with nothing loaded.
+        """
+        self._pieces.state.load_full(self.param_groups, path_or_dict, src=src)
+        self.state = self._pieces.state.live

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 
@@ -75,6 +76,14 @@ class ParamSpec:
     def is_dense(self) -> bool:
         """Whether its elements fill one gapless range of memory."""
         return is_dense(self.shape, self.stride)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie in row-major order, or will once it is a view of a bucket."""
+        if not self.is_dense:
+            return True
+        dims = [dim for dim, length in enumerate(self.shape) if length != 1]
+        return all(self.stride[a] >= self.stride[b] for a, b in pairwise(dims)) or not self.numel
 
     def fingerprint(self, *, with_stride: bool = False) -> str:
         """What ranks compare, in words: group, name, shape, dtype, device and whether it is trained.
