@@ -103,6 +103,7 @@ class Rank:
             param_groups=self.groups,
             fire_hooks=lambda *, before: self.fired.append("before" if before else "after"),
             membership=self.membership,
+            make_optimizer=kind,
             is_separable=is_separable,
             overlaps=False,
         )

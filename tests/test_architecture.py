@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "partition": set(),
     "collectives": {"errors"},
     "buffers": {"errors", "partition"},
-    "frameworks": {"buffers", "collectives", "errors"},
+    "frameworks": {"buffers", "collectives", "errors", "partition"},
     "arguments": {"frameworks", "partition", "sharding"},
     "shards": {
         "arguments",
@@ -63,6 +63,7 @@ MAY_IMPORT = {
 
 MAY_IMPORT_FRAMEWORK = {
     "frameworks/torch.py": {"torch"},
+    "frameworks/dcp.py": {"torch"},
     "frameworks/sharded_gradient.py": {"torch"},
     "torch.py": {"torch"},
     "ddp_zero_hook.py": {"torch"},

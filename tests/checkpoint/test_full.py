@@ -71,6 +71,8 @@ class Rank:
             masters={},
             parts_of=lambda rank: [],
             chunk_nbytes=16,
+            make_optimizer=torch.optim.Adam,
+            make_param=torch.nn.Parameter,
             empty=empty_on_cpu,
             is_tensor=torch.is_tensor,
         )

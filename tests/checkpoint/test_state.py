@@ -33,7 +33,14 @@ class Rank:
 
     @property
     def sharded(self):
-        return ShardedState(self.group, TORCH, self.shards, self.local, chunk_nbytes=64)
+        return ShardedState(
+            self.group,
+            TORCH,
+            self.shards,
+            self.local,
+            chunk_nbytes=64,
+            make_optimizer=torch.optim.Adam,
+        )
 
 
 def by_element(group, groups=None):

@@ -70,6 +70,8 @@ class StateAccess:
         masters: The master weights of what it updates, by parameter; an entry of the state like any other.
         parts_of: Returns those of any rank.
         chunk_nbytes: Bytes in flight while state travels.
+        make_optimizer: Makes another local optimizer from param groups.
+        make_param: Makes a parameter in the memory of a tensor.
         empty: Makes a flat CPU tensor from a numel and ``str(dtype)``.
         is_tensor: Whether a value is a tensor.
     """
@@ -81,6 +83,8 @@ class StateAccess:
     masters: Mapping[int, Tensor]
     parts_of: Callable[[int], Sequence[Part]]
     chunk_nbytes: int
+    make_optimizer: Callable[[list[dict[str, Any]]], Any]
+    make_param: Callable[[Tensor], Tensor]
     empty: Callable[[int, str], Tensor]
     is_tensor: Callable[[Any], bool]
 
@@ -104,6 +108,29 @@ class StateAccess:
         others = {key: value for key, value in state.items() if not isinstance(key, Part)}
         extra = {key: v for key, v in local.items() if key not in ("state", "param_groups")}
         return LocalState(entries, others, extra)
+
+    def initial(self) -> dict[Part, dict[str, Any]]:
+        """What the state of trained parts is after one step with gradients of zero, which touches nothing. Local.
+
+        Takes memory for the tensors that this rank updates, and their gradients, on the way.
+        """
+        groups = []
+        for group in self.local_optimizer.param_groups:
+            params = []
+            for param in group["params"]:
+                copy = self.make_param(param.detach().clone())
+                if param.requires_grad:
+                    copy.grad = param.detach().clone().zero_()
+                params.append(copy)
+            groups.append({**group, "params": params})
+        optimizer = self.make_optimizer(groups)
+        optimizer.step()
+        listed = [param for group in groups for param in group["params"]]
+        return {
+            part: dict(optimizer.state[copy])
+            for part, copy in zip(self.parts, listed, strict=True)
+            if copy.grad is not None and copy in optimizer.state
+        }
 
     def index(self, save: str, parts_by_rank: Sequence[Sequence[Sequence[Any]]]) -> dict[str, Any]:
         """What a checkpoint of this optimizer holds and where, as plain values.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
@@ -11,13 +11,15 @@ from typing import Any
 
 from shardopt.buffers import view_slot
 from shardopt.checkpoint.access import StateAccess
+from shardopt.checkpoint.by_name import local_of_named, state_by_name
 from shardopt.checkpoint.distribute import DictSource, FileSource, FullSource, load_from_one
 from shardopt.checkpoint.full import collect_full, load_full, require_target
 from shardopt.checkpoint.full_file import save_full_file
+from shardopt.checkpoint.names import names_of
 from shardopt.checkpoint.saved import open_saved
 from shardopt.checkpoint.sharded_files import load_saved, save_sharded
 from shardopt.checkpoint.structure import map_tensors
-from shardopt.collectives import Group
+from shardopt.collectives import Group, raise_together
 from shardopt.errors import NotConsolidatedError
 from shardopt.files import is_pickled
 from shardopt.frameworks import Framework
@@ -76,13 +78,24 @@ class ShardedState:
         shards: Shards,
         local_optimizer: Any,
         *,
+        make_optimizer: Callable[[list[dict[str, Any]]], Any],
         chunk_nbytes: int,
     ) -> None:
-        """Bind the pieces; ``chunk_nbytes`` bounds what is in flight while state is collected."""
+        """Bind the pieces.
+
+        Args:
+            group: The sharding group.
+            framework: The framework.
+            shards: What is sharded.
+            local_optimizer: The wrapped optimizer of this rank.
+            make_optimizer: Makes another one from param groups.
+            chunk_nbytes: Bytes in flight while state travels.
+        """
         self._group = group
         self._framework = framework
         self._shards = shards
         self._local_optimizer = local_optimizer
+        self._make_optimizer = make_optimizer
         self._chunk_nbytes = chunk_nbytes
         self._snapshot: dict[str, Any] | None = None
 
@@ -152,6 +165,51 @@ class ShardedState:
             load_from_one(access, param_groups, open_source, src=src)
         self._snapshot = None
 
+    def by_name(
+        self, param_groups: list[dict[str, Any]], module: Any, *, is_fresh: bool
+    ) -> dict[str, Any]:
+        """This rank's part keyed by names, for DCP. Local.
+
+        ``is_fresh`` makes initial state, to be loaded into, for an optimizer that has none.
+        """
+        make_tensor = self._framework.saved_tensor
+        if make_tensor is None:
+            raise RuntimeError(
+                f"{self._framework.name} has no distributed checkpoints; use save() and load(), or save_full()"
+            )
+        access = self._access()
+        initial = access.initial() if is_fresh else {}
+        return state_by_name(access, param_groups, self._names(module), make_tensor, initial)
+
+    def load_by_name(
+        self, param_groups: list[dict[str, Any]], state_dict: Mapping[str, Any], module: Any
+    ) -> None:
+        """Load what ``by_name`` returned and DCP has loaded. Collective."""
+        access = self._access()
+        with raise_together(self._group, doing="load_sharded_state_dict()"):
+            local, groups = local_of_named(access, state_dict, self._names(module))
+        access.replace(lambda: local, param_groups=param_groups, saved_groups=groups)
+        self._snapshot = None
+
+    def _names(self, module: Any) -> list[str]:
+        """The name of each parameter in a module, or without one those that the optimizer was given.
+
+        Raises:
+            ValueError: One has none.
+        """
+        names = {} if module is None else names_of(module)
+        found = [
+            names.get(id(param), spec.name if module is None else None)
+            for param, spec in zip(self._shards.params, self._shards.specs, strict=True)
+        ]
+        for name, spec in zip(found, self._shards.specs, strict=True):
+            if name is None:
+                raise ValueError(
+                    f"{spec.label}: is no parameter of the model that was given, so it has no name in the checkpoint; pass "
+                    "the model whose parameters the optimizer was made with, or make it from model.named_parameters()"
+                )
+        return [name for name in found if name is not None]
+
     def _access(self) -> StateAccess:
         return StateAccess(
             self._group,
@@ -161,6 +219,8 @@ class ShardedState:
             masters=self._shards.masters(),
             parts_of=self._shards.parts_of,
             chunk_nbytes=self._chunk_nbytes,
+            make_optimizer=self._make_optimizer,
+            make_param=self._framework.make_param,
             empty=self._framework.empty_on_cpu,
             is_tensor=self._framework.is_tensor,
         )

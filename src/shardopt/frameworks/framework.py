@@ -53,6 +53,8 @@ class Framework:
         is_separable: Whether an optimizer class is known to update every parameter on its own, so that it may update some
             now and others later.
         outside_of_graphs: Makes a function that the framework's compiler of models leaves alone.
+        saved_tensor: (local, shape, stride, boxes) -> what the framework's distributed checkpoints save of a tensor, or None
+            where it has none.
         load_pickled: Reads a state dict that the framework's ``save`` has written, tensors on the CPU and mapped if possible,
             without running anything that is in it.
         shadow_step: Makes the framework's ``JoinHook`` of what takes part in a step and what ends it.
@@ -74,6 +76,7 @@ class Framework:
     make_param: Callable[[Any], Any]
     init_joinable: Callable[[Any], None]
     notify_join: Callable[[Any], Any]
+    saved_tensor: Callable[..., Any] | None
     load_pickled: Callable[[Path], Any]
     shadow_step: Callable[[Callable[[], Any], Callable[[], None]], Any]
     scale_into: ScaleInto

@@ -139,6 +139,7 @@ TENSORPLAY = Framework(
     make_param=make_param,
     init_joinable=Joinable.__init__,
     notify_join=Join.notify_join_context,
+    saved_tensor=None,
     load_pickled=load_pickled,
     shadow_step=TensorPlayShadowStep,
     scale_into=scale_into,

@@ -82,6 +82,13 @@ def scale_into(destination: torch.Tensor, source: torch.Tensor, factor: float) -
     torch.mul(source.detach(), factor, out=destination)
 
 
+def saved_tensor(*args: Any) -> Any:
+    """Make what DCP saves; loaded on first use, since DCP's modules take long to import."""
+    from shardopt.frameworks.dcp import SavedTensor
+
+    return SavedTensor(*args)
+
+
 def load_pickled(path: Path) -> Any:
     """Map a file of ``torch.save`` into memory; of objects, only those that hold plain values are made.
 
@@ -147,6 +154,7 @@ TORCH = Framework(
     make_param=torch.nn.Parameter,
     init_joinable=Joinable.__init__,
     notify_join=Join.notify_join_context,
+    saved_tensor=saved_tensor,
     load_pickled=load_pickled,
     shadow_step=TorchShadowStep,
     scale_into=scale_into,

@@ -84,6 +84,7 @@ def assemble(
     param_groups: list[dict[str, Any]],
     fire_hooks: Callable[..., None],
     membership: JoinMembership,
+    make_optimizer: Callable[[list[dict[str, Any]]], Any],
     is_separable: bool,
     overlaps: bool,
 ) -> Pieces:
@@ -98,6 +99,7 @@ def assemble(
         param_groups: Those of the whole optimizer.
         fire_hooks: Calls its step pre-hooks with ``before=True``, its post-hooks with ``before=False``.
         membership: Whether other ranks may have run out of inputs.
+        make_optimizer: Makes another local optimizer from param groups.
         is_separable: Whether the local optimizer may update some parameters now and others later.
         overlaps: Whether a DDP hook steps.
     """
@@ -134,7 +136,12 @@ def assemble(
             group, local_optimizer, shards=shards, param_groups=param_groups, fire_hooks=fire_hooks
         )
     state = ShardedState(
-        group, framework, shards, local_optimizer, chunk_nbytes=sharding.bucket_nbytes
+        group,
+        framework,
+        shards,
+        local_optimizer,
+        make_optimizer=make_optimizer,
+        chunk_nbytes=sharding.bucket_nbytes,
     )
     return Pieces(state, exchange, reduction, stepper, backward_step)
 

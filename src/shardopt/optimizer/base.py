@@ -25,6 +25,8 @@ class OptimizerBase:
     _pieces: Pieces
     _groups: list[dict[str, Any]]
     _membership: JoinMembership
+    _is_fresh: bool
+    """Whether nothing was stepped or loaded yet, so that there is no state."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

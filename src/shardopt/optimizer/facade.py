@@ -51,6 +51,7 @@ class ShardedOptimizer(StepMethods, GradientMethods, ModuleMethods, StateDictMet
         Arguments and errors are those of the class.
         """
         self._groups = []
+        self._is_fresh = True
         self._membership = JoinMembership()
         self.framework.init_joinable(self)
         shares_memory = getattr(sharding, "shared_memory", False)
@@ -73,11 +74,10 @@ class ShardedOptimizer(StepMethods, GradientMethods, ModuleMethods, StateDictMet
         policy = policy_fingerprint(optimizer_class, sharding, **modes)
         plan = self.shards.plan(self.param_groups, self._granularities, policy)
         self.shards.admit(self.param_groups, plan)
+        make_optimizer = partial(optimizer_class, **defaults)
         try:
             with raise_together(self._group, doing=f"making the local {name_of(optimizer_class)}"):
-                self.optim = optimizer_class(
-                    self.shards.local_groups(self.param_groups), **defaults
-                )
+                self.optim = make_optimizer(self.shards.local_groups(self.param_groups))
         except Exception:
             self.shards.retract(0)
             raise
@@ -92,6 +92,7 @@ class ShardedOptimizer(StepMethods, GradientMethods, ModuleMethods, StateDictMet
             param_groups=self.param_groups,
             fire_hooks=StepHooks(self.framework.fire_step_hooks, self),
             membership=self._membership,
+            make_optimizer=make_optimizer,
             is_separable=self.framework.is_separable(optimizer_class),
             overlaps=overlap_with_ddp,
         )

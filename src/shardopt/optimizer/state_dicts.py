@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ class StateDictMethods(OptimizerBase):
             for before in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = before(self, state_dict) or state_dict
         self._pieces.state.load(state_dict, self.param_groups)
-        self.state = self._pieces.state.live
+        self._loaded()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -88,7 +89,7 @@ class StateDictMethods(OptimizerBase):
             RankMismatchError: Ranks see different ones.
         """
         self._pieces.state.load_saved(self.param_groups, Path(path))
-        self.state = self._pieces.state.live
+        self._loaded()
 
     def save_full(self, path: str | PathLike[str], to: int = 0) -> None:
         """Write the state of the whole optimizer to one file on rank ``to``, streamed. Collective.
@@ -118,4 +119,57 @@ class StateDictMethods(OptimizerBase):
                 with nothing loaded.
         """
         self._pieces.state.load_full(self.param_groups, path_or_dict, src=src)
+        self._loaded()
+
+    # --- torch.distributed.checkpoint -------------------------------------------------------------------------
+
+    def sharded_state_dict(self, model: Any = None) -> dict[str, Any]:
+        """Return this rank's part of the state, for ``torch.distributed.checkpoint`` (DCP) to save or load into. Local.
+
+        In the layout of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, so files go between this
+        optimizer, an unsharded one and one under FSDP2, at any world size. Tensors are the live ones, not copied; what DCP
+        loads goes beside them, and takes effect with ``load_sharded_state_dict()``. An optimizer that has not stepped
+        gets initial state to be loaded into.
+
+        Args:
+            model: Names the parameters. May be left out if the optimizer was made from ``named_parameters()``.
+
+        Raises:
+            ValueError: A parameter of the optimizer is not in ``model``.
+        """
+        self.wait()
+        return self._pieces.state.by_name(self.param_groups, model, is_fresh=self._is_fresh)
+
+    def load_sharded_state_dict(self, state_dict: Mapping[str, Any], model: Any = None) -> None:
+        """Take what DCP has loaded into the result of ``sharded_state_dict()``. Collective.
+
+        Raises:
+            StateMismatchError: It is of other parameters. As with every failure, on all ranks, with nothing loaded.
+        """
+        self._pieces.state.load_by_name(self.param_groups, state_dict, model)
+        self._loaded()
+
+    def as_stateful(self, model: Any = None) -> Stateful:
+        """Return an object that DCP saves and loads as part of a state dict: ``{"optim": optimizer.as_stateful(model)}``."""
+        return Stateful(self, model)
+
+    def _loaded(self) -> None:
         self.state = self._pieces.state.live
+        self._is_fresh = False
+
+
+class Stateful:
+    """The protocol of DCP for objects that have state: it asks for a state dict, and hands it back once loaded."""
+
+    def __init__(self, optimizer: StateDictMethods, model: Any) -> None:
+        """Bind the optimizer to the model that names its parameters."""
+        self._optimizer = optimizer
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        """As ``sharded_state_dict()``."""
+        return self._optimizer.sharded_state_dict(self._model)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As ``load_sharded_state_dict()``."""
+        self._optimizer.load_sharded_state_dict(state_dict, self._model)

@@ -32,6 +32,7 @@ class StepMethods(OptimizerBase):
             RemoteRankError: The local optimizer of another rank raised. The replicas are equal all the same.
             OverlapError: With ``overlap_with_ddp=True``: no update was made in backward, or gradients were changed after.
         """
+        self._is_fresh = False
         if self._pieces.steps_in_backward:
             if kwargs:
                 raise OverlapError(

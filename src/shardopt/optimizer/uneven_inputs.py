@@ -34,7 +34,7 @@ class JoinMethods(OptimizerBase):
                 "Join cannot be combined with steps in backward, or with a grid of ranks; for uneven inputs use "
                 "overlap_with_ddp=False, step_in_backward=False and one process group"
             )
-        return self.framework.shadow_step(self._pieces.stepper.shadow_step, self._membership.leave)
+        return self.framework.shadow_step(self._shadow_step, self._membership.leave)
 
     @property
     def join_device(self) -> Any:
@@ -45,3 +45,7 @@ class JoinMethods(OptimizerBase):
     def join_process_group(self) -> Any:
         """The sharding group, for the collectives of ``Join``."""
         return self._group.process_group
+
+    def _shadow_step(self) -> None:
+        self._is_fresh = False
+        self._pieces.stepper.shadow_step()
