@@ -155,6 +155,7 @@ def test_sharding_has_these_options():
         ("sum_dtype", None),
         ("bucket_mb", 25.0),
         ("shared_memory", True),
+        ("state_dict", "consolidated"),
         ("elementwise", False),
         ("cost", None),
     ]

@@ -40,7 +40,7 @@ def test_equal_options_are_equal_and_read_equally():
     assert (Sharding(bucket_mb=2) == Sharding(bucket_mb=2), str(Sharding(bucket_mb=2))) == (
         True,
         "Sharding(granularity='parameter', gradients=False, step_in_backward=False, master_dtype=None, "
-        "reduce_dtype=None, sum_dtype=None, bucket_mb=2, shared_memory=True, elementwise=False, cost=None)",
+        "reduce_dtype=None, sum_dtype=None, bucket_mb=2, shared_memory=True, state_dict='consolidated', elementwise=False, cost=None)",
     )
 
 
@@ -97,7 +97,7 @@ def test_master_weights_need_no_sharded_gradients():
 def test_ranks_compare_every_option_but_the_cost():
     assert Sharding(bucket_mb=2, cost=len).fingerprint() == (
         "granularity=parameter, gradients=False, step_in_backward=False, master_dtype=None, reduce_dtype=None, "
-        "sum_dtype=None, bucket_mb=2, shared_memory=True, elementwise=False"
+        "sum_dtype=None, bucket_mb=2, shared_memory=True, state_dict=consolidated, elementwise=False"
     )
 
 

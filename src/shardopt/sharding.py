@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 GRANULARITIES = ("parameter", "element")
+STATE_DICTS = ("consolidated", "sharded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,9 @@ class Sharding:
             travels alone.
         shared_memory: Where all ranks that shard run on one Linux host, what travels between CPUs lies in memory that they
             share, in anonymous files, instead of going over loopback.
+        state_dict: What ``state_dict()`` returns: ``"consolidated"``, the whole state that ``consolidate_state_dict()`` has
+            collected, on the rank that holds it; or ``"sharded"``, this rank's own part, at any time and without
+            communication.
         elementwise: Vouches that ``optimizer_class`` updates every element on its own, whatever the others are, for
             element granularity with an optimizer that is not one of the framework's.
         cost: Of a ``ParamSpec`` (``shape``, ``numel``, ``name``, ...) what its update costs, 0 or more, in any unit; whole
@@ -48,6 +52,7 @@ class Sharding:
     sum_dtype: Any = None
     bucket_mb: float = 25.0
     shared_memory: bool = True
+    state_dict: Literal["consolidated", "sharded"] = "consolidated"
     elementwise: bool = False
     cost: Callable[[Any], float] | None = None
 
@@ -56,6 +61,10 @@ class Sharding:
         if self.granularity not in GRANULARITIES:
             raise ValueError(
                 f"granularity: expected 'parameter' or 'element', got {self.granularity!r}"
+            )
+        if self.state_dict not in STATE_DICTS:
+            raise ValueError(
+                f"state_dict: expected 'consolidated' or 'sharded', got {self.state_dict!r}"
             )
         if not 0 < self.bucket_mb < float("inf"):
             raise ValueError(

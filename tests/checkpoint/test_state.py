@@ -194,7 +194,7 @@ def test_loading_drops_what_was_collected():
     rank = Rank(LoneRank(), make_groups(4)).step()
     state = rank.sharded
     state.consolidate(rank.groups, to=0)
-    state.load(state.snapshot(), rank.groups)
+    state.load(state.snapshot(), rank.groups, strict=False)
     with pytest.raises(NotConsolidatedError):
         state.snapshot()
 
@@ -218,7 +218,7 @@ def test_master_weights_are_collected_and_loaded(run_threads, granularity):
         state.consolidate(rank.groups, to=0)
         full = group.all_gather_object(state.snapshot() if group.rank == 0 else None)[0]
         other = make(group)
-        other.sharded.load(full, other.groups)
+        other.sharded.load(full, other.groups, strict=False)
         found = other.shards.masters()
         return all(torch.equal(found[i].detach(), m) for i, m in masters.items())
 

@@ -62,7 +62,11 @@ def require_possible(
         )
     if overlaps and (reason := framework.reject_overlap()):
         raise ValueError(f"overlap_with_ddp=True: {reason}")
-    plain = Sharding(bucket_mb=sharding.bucket_mb, shared_memory=sharding.shared_memory)
+    plain = Sharding(
+        bucket_mb=sharding.bucket_mb,
+        shared_memory=sharding.shared_memory,
+        state_dict=sharding.state_dict,
+    )
     if overlaps and sharding != plain:
         raise ValueError(
             f"overlap_with_ddp=True steps whole parameters in DDP's backward, so it excludes {sharding}; "

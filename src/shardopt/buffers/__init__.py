@@ -13,13 +13,14 @@ from shardopt.buffers.gradients import GradientBucket, ScaleInto
 from shardopt.buffers.owned import MakeParam, OwnedSection
 from shardopt.buffers.pool import Pool
 from shardopt.buffers.staged import CopyAll, StagedBucket
-from shardopt.buffers.viewed import ViewedBucket, view_slot
+from shardopt.buffers.viewed import OwnStorage, ViewedBucket, view_slot
 
 __all__ = [
     "CopyAll",
     "GradientBucket",
     "MakeParam",
     "OpenBucket",
+    "OwnStorage",
     "OwnedSection",
     "ParamBucket",
     "Pool",

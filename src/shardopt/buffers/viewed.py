@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from shardopt.partition import Bucket, ParamSpec, Slot
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+OwnStorage = Callable[[Any], Any]
+"""Returns a tensor in the same memory, whose storage holds nothing else."""
 
 
 class ViewedBucket:
@@ -17,14 +21,29 @@ class ViewedBucket:
     A dense parameter keeps its strides (channels-last weights stay channels-last); any other becomes contiguous.
     """
 
-    def __init__(self, plan: Bucket, params: Sequence[Tensor], specs: Sequence[ParamSpec]) -> None:
-        """Allocate the bucket and move the parameters in; both sequences are indexed by parameter index."""
+    def __init__(
+        self,
+        plan: Bucket,
+        params: Sequence[Tensor],
+        specs: Sequence[ParamSpec],
+        *,
+        own_storage: OwnStorage = lambda view: view,
+    ) -> None:
+        """Allocate the bucket and move the parameters in.
+
+        Args:
+            plan: What lies where.
+            params: Indexed by parameter index, as ``specs``.
+            specs: Their facts.
+            own_storage: Makes a view a tensor whose storage ends where it does, so that whatever saves a parameter saves
+                that much, and not the whole bucket.
+        """
         self.plan = plan
         self._params = params
         self._flat = params[plan.params[0]].detach().new_zeros((plan.numel,))
         self._views: dict[int, Tensor] = {}
         for index, place in plan.places.items():
-            self._views[index] = view_slot(self._flat, place, specs[index])
+            self._views[index] = own_storage(view_slot(self._flat, place, specs[index]))
         for index, view in self._views.items():
             view.copy_(params[index].detach())
             params[index].data = view

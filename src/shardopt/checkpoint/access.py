@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardopt.checkpoint.load import MASTER_KEY, take_masters
@@ -74,6 +74,8 @@ class StateAccess:
         make_param: Makes a parameter in the memory of a tensor.
         empty: Makes a flat CPU tensor from a numel and ``str(dtype)``.
         is_tensor: Whether a value is a tensor.
+        strict: Whether what is loaded has to have all options and keys that the optimizer keeps, and no others.
+        templates: What was found out about these, by kind of parameter.
     """
 
     group: Group
@@ -87,6 +89,8 @@ class StateAccess:
     make_param: Callable[[Tensor], Tensor]
     empty: Callable[[int, str], Tensor]
     is_tensor: Callable[[Any], bool]
+    strict: bool = True
+    templates: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def is_known(self) -> bool:
@@ -108,6 +112,13 @@ class StateAccess:
         others = {key: value for key, value in state.items() if not isinstance(key, Part)}
         extra = {key: v for key, v in local.items() if key not in ("state", "param_groups")}
         return LocalState(entries, others, extra)
+
+    def tensor_of(self, part: Part) -> Tensor:
+        """What the local optimizer updates for a part."""
+        groups = self.local_optimizer.param_groups
+        listed = [param for group in groups for param in group["params"]]
+        tensor: Tensor = listed[list(self.parts).index(part)]
+        return tensor
 
     def initial(self) -> dict[Part, dict[str, Any]]:
         """What the state of trained parts is after one step with gradients of zero, which touches nothing. Local.

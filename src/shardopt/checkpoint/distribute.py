@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shardopt.checkpoint.access import StateAccess
 from shardopt.checkpoint.consolidate import receive_tensors, send_tensors
+from shardopt.checkpoint.fitting import require_fitting
 from shardopt.checkpoint.load import (
     has_param_shape,
     local_groups,
     part_of,
     require_state_dict,
     saved_ids,
-    validate,
 )
 from shardopt.checkpoint.saved import SavedState
 from shardopt.checkpoint.sharded_files import require_same_params
@@ -155,9 +155,7 @@ def load_from_one(
     structures = group.all_gather_object(None if source is None else source.structure)
     structure: dict[str, Any] = next(s for s in structures if s is not None)
     with raise_together(group, doing="load_full()"):
-        whole = {part.param: e for part, e in access.read().entries.items() if part.is_whole}
-        counts = [len(one["params"]) for one in param_groups]
-        validate(structure, access.specs, counts, whole, knows_keys=access.is_known)
+        require_fitting(structure, access, param_groups)
     mover = _Mover(access, source, structure, src=src)
     state: dict[Any, Any] = {}
     common: dict[str, Any] = {}

@@ -8,7 +8,8 @@ from typing import Any
 
 from shardopt.checkpoint.access import StateAccess
 from shardopt.checkpoint.consolidate import consolidate
-from shardopt.checkpoint.load import local_part, state_fingerprint, validate
+from shardopt.checkpoint.fitting import require_keys, require_shapes
+from shardopt.checkpoint.load import local_part, state_fingerprint
 from shardopt.checkpoint.state_dict import assemble, full_state_dict
 from shardopt.checkpoint.structure import take_tensors
 from shardopt.collectives import Group, raise_together, require_equal
@@ -69,12 +70,11 @@ def load_full(access: StateAccess, state_dict: Any, param_groups: list[dict[str,
     """
     specs = access.specs
     with raise_together(access.group, doing="load_state_dict()"):
-        live = access.read().entries
-        whole = {part.param: entry for part, entry in live.items() if part.is_whole}
-        num_params_by_group = [len(group["params"]) for group in param_groups]
-        validate(state_dict, specs, num_params_by_group, whole, knows_keys=access.is_known)
+        require_shapes(state_dict, access, param_groups)
     fingerprint = state_fingerprint(state_dict, specs)
     require_equal(access.group, fingerprint, subject="every rank must load the same state dict")
+    with raise_together(access.group, doing="load_state_dict()"):
+        require_keys(state_dict, access)
     access.replace(
         lambda: local_part(state_dict, access.parts, specs, access.is_tensor),
         param_groups=param_groups,

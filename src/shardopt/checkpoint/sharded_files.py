@@ -9,7 +9,8 @@ from typing import Any
 
 from shardopt.checkpoint.access import LocalState, SavedParam, StateAccess
 from shardopt.checkpoint.encoded import encode_state, packed_groups
-from shardopt.checkpoint.load import local_groups, validate
+from shardopt.checkpoint.fitting import require_fitting
+from shardopt.checkpoint.load import local_groups
 from shardopt.checkpoint.saved import SavedState, open_saved
 from shardopt.collectives import raise_together, require_equal
 from shardopt.errors import CheckpointError, StateMismatchError
@@ -159,14 +160,7 @@ def read_local(
     groups = saved.read_common("param_groups", access.empty)
     owned = {part.param for part in access.parts}
     described = {p: saved.described(p) for p in sorted(owned) if p in saved.parts}
-    whole = {part.param: e for part, e in access.read().entries.items() if part.is_whole}
-    validate(
-        {"state": described, "param_groups": groups},
-        access.specs,
-        [len(group["params"]) for group in param_groups],
-        whole,
-        knows_keys=access.is_known,
-    )
+    require_fitting({"state": described, "param_groups": groups}, access, param_groups)
     state: dict[Any, Any] = dict(saved.read_common("others", access.empty))
     for number, part in enumerate(access.parts):
         if part.param in saved.parts:

@@ -15,6 +15,7 @@ from shardopt.checkpoint.by_name import local_of_named, state_by_name
 from shardopt.checkpoint.distribute import DictSource, FileSource, FullSource, load_from_one
 from shardopt.checkpoint.full import collect_full, load_full, require_target
 from shardopt.checkpoint.full_file import save_full_file
+from shardopt.checkpoint.local import is_local, load_local, local_state_dict
 from shardopt.checkpoint.names import names_of
 from shardopt.checkpoint.saved import open_saved
 from shardopt.checkpoint.sharded_files import load_saved, save_sharded
@@ -129,18 +130,24 @@ class ShardedState:
         )
         return copied
 
-    def load(self, state_dict: Any, param_groups: list[dict[str, Any]]) -> None:
-        """Load this rank's part of a full state dict, and the options of all groups. Collective."""
-        load_full(self._access(), state_dict, param_groups)
+    def load(
+        self, state_dict: Any, param_groups: list[dict[str, Any]], *, strict: bool = True
+    ) -> None:
+        """Load this rank's part of a full state dict, or what ``local`` returned, and all options. Collective."""
+        access = self._access(strict=strict)
+        if is_local(access, state_dict):
+            load_local(access, state_dict, param_groups)
+        else:
+            load_full(access, state_dict, param_groups)
         self._snapshot = None
 
     def save(self, param_groups: list[dict[str, Any]], folder: Path) -> None:
         """Write this rank's state to a file of its own. Collective."""
         save_sharded(self._access(), param_groups, folder)
 
-    def load_saved(self, param_groups: list[dict[str, Any]], path: Path) -> None:
+    def load_saved(self, param_groups: list[dict[str, Any]], path: Path, *, strict: bool) -> None:
         """Read this rank's part of a checkpoint. Collective."""
-        load_saved(self._access(), param_groups, path)
+        load_saved(self._access(strict=strict), param_groups, path)
         self._snapshot = None
 
     def save_full(self, param_groups: list[dict[str, Any]], path: Path, *, to: int) -> None:
@@ -148,10 +155,12 @@ class ShardedState:
         require_target(self._group, to)
         save_full_file(self._access(), param_groups, path, to=to)
 
-    def load_full(self, param_groups: list[dict[str, Any]], path_or_dict: Any, *, src: int) -> None:
+    def load_full(
+        self, param_groups: list[dict[str, Any]], path_or_dict: Any, *, src: int, strict: bool
+    ) -> None:
         """Load what rank ``src`` has. Collective."""
         require_target(self._group, src)
-        access = self._access()
+        access = self._access(strict=strict)
         with ExitStack() as opened:
 
             def open_source() -> FullSource:
@@ -210,7 +219,11 @@ class ShardedState:
                 )
         return [name for name in found if name is not None]
 
-    def _access(self) -> StateAccess:
+    def local(self, param_groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """This rank's part as a state dict, live and not copied. Local."""
+        return local_state_dict(self._access(), param_groups)
+
+    def _access(self, *, strict: bool = True) -> StateAccess:
         return StateAccess(
             self._group,
             self._local_optimizer,
@@ -223,4 +236,5 @@ class ShardedState:
             make_param=self._framework.make_param,
             empty=self._framework.empty_on_cpu,
             is_tensor=self._framework.is_tensor,
+            strict=strict,
         )

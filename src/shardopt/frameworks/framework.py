@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardopt.buffers import CopyAll, ScaleInto
+from shardopt.buffers import CopyAll, OwnStorage, ScaleInto
 from shardopt.collectives import Group
 
 
@@ -44,6 +44,7 @@ class Framework:
         is_elementwise: Whether an optimizer class is known to update every element on its own.
         norm: (tensor, p) -> its p-norm, 0-dim, bitwise as the framework's ``clip_grad_norm_`` takes it.
         clip_grad_norm: The framework's ``clip_grad_norm_``.
+        own_storage: Makes a view a tensor whose storage holds nothing else.
         make_param: Makes a leaf parameter in the memory of a flat tensor.
         init_joinable: ``Joinable.__init__``.
         notify_join: Tells the framework's ``Join`` that this rank has inputs; returns work to wait for, or None.
@@ -73,6 +74,7 @@ class Framework:
     is_elementwise: Callable[[Any], bool]
     norm: Callable[[Any, float], Any]
     clip_grad_norm: Callable[..., Any]
+    own_storage: OwnStorage
     make_param: Callable[[Any], Any]
     init_joinable: Callable[[Any], None]
     notify_join: Callable[[Any], Any]

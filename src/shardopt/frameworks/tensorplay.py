@@ -88,6 +88,18 @@ def make_param(flat: Any) -> Any:
     return tensorplay.nn.Parameter(flat.detach())
 
 
+def own_storage(view: Any) -> Any:
+    """Hand the memory over by DLPack, which keeps it alive; a view of what DLPack does not know stays one.
+
+    Workaround, TensorPlay 1.0.0: ``save()`` of a view writes a file that ``load()`` refuses; torch has use for this, too.
+    """
+    try:
+        owned = tensorplay.from_dlpack(tensorplay.to_dlpack(view))
+    except (RuntimeError, BufferError, TypeError, ValueError):
+        return view
+    return owned if tuple(owned.stride()) == tuple(view.stride()) else view
+
+
 def scale_into(destination: Any, source: Any, factor: float) -> None:
     """Write a multiple into memory of the same shape."""
     with tensorplay.no_grad():
@@ -136,6 +148,7 @@ TENSORPLAY = Framework(
     is_elementwise=partial(is_elementwise, optim=tensorplay.optim),
     norm=tensorplay.linalg.vector_norm,
     clip_grad_norm=tensorplay.nn.utils.clip_grad_norm_,
+    own_storage=own_storage,
     make_param=make_param,
     init_joinable=Joinable.__init__,
     notify_join=Join.notify_join_context,

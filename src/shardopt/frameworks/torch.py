@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # whose default arguments keep the process group, unless it is made later
+import torch.utils.dlpack
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -75,6 +76,14 @@ def reject_optimizer(optimizer_class: Any) -> str | None:
 def empty_on_cpu(numel: int, dtype: str) -> torch.Tensor:
     """Make a flat CPU tensor; ``dtype`` is what ``str()`` makes of one."""
     return torch.empty(numel, dtype=getattr(torch, dtype.removeprefix("torch.")), device="cpu")
+
+
+def own_storage(view: torch.Tensor) -> torch.Tensor:
+    """Hand the memory over by DLPack, which keeps it alive; a view of what DLPack does not know stays one."""
+    try:
+        return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(view))  # type: ignore[attr-defined]
+    except (RuntimeError, BufferError):
+        return view
 
 
 def scale_into(destination: torch.Tensor, source: torch.Tensor, factor: float) -> None:
@@ -151,6 +160,7 @@ TORCH = Framework(
     is_elementwise=partial(is_elementwise, optim=torch.optim),
     norm=torch.linalg.vector_norm,
     clip_grad_norm=torch.nn.utils.clip_grad_norm_,
+    own_storage=own_storage,
     make_param=torch.nn.Parameter,
     init_joinable=Joinable.__init__,
     notify_join=Join.notify_join_context,

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from shardopt.collectives import Group
 from shardopt.frameworks import Framework
 from shardopt.optimizer.assembly import Pieces
+from shardopt.sharding import Sharding
 from shardopt.shards import Shards
 from shardopt.step import JoinMembership
 
@@ -25,6 +26,7 @@ class OptimizerBase:
     _pieces: Pieces
     _groups: list[dict[str, Any]]
     _membership: JoinMembership
+    _sharding: Sharding
     _is_fresh: bool
     """Whether nothing was stepped or loaded yet, so that there is no state."""
 

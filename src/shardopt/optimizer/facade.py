@@ -52,6 +52,7 @@ class ShardedOptimizer(StepMethods, GradientMethods, ModuleMethods, StateDictMet
         """
         self._groups = []
         self._is_fresh = True
+        self._sharding = sharding
         self._membership = JoinMembership()
         self.framework.init_joinable(self)
         shares_memory = getattr(sharding, "shared_memory", False)

@@ -34,20 +34,31 @@ class StateDictMethods(OptimizerBase):
     def state_dict(self) -> dict[str, Any]:
         """Return the last consolidated state, as the unsharded optimizer's ``state_dict()`` would be then. Local.
 
+        With ``Sharding(state_dict="sharded")`` it is this rank's part, live as that of any optimizer, which
+        ``load_state_dict()`` takes back on the same rank, and ``copy.deepcopy()`` keeps.
+
         Raises:
-            NotConsolidatedError: This rank holds none; a ``RuntimeError``.
+            NotConsolidatedError: This rank holds none; a ``RuntimeError``. Never with ``Sharding(state_dict="sharded")``.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        result = self._pieces.state.snapshot()
+        is_sharded = self._sharding.state_dict == "sharded"
+        state = self._pieces.state
+        result = state.local(self.param_groups) if is_sharded else state.snapshot()
         for after in self._optimizer_state_dict_post_hooks.values():
             result = after(self, result) or result
         return result
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Load the state of an unsharded optimizer, or a consolidated one from any world size. Collective.
 
-        Every rank passes the full state dict and copies its own part out of it; the dict stays as it is.
+        Every rank passes the full state dict and copies its own part out of it; the dict stays as it is. Or every rank
+        passes its own part, as ``state_dict()`` returns with ``Sharding(state_dict="sharded")``.
+
+        Args:
+            state_dict: The state.
+            strict: Refuse a state dict that lacks options or state that the optimizer keeps, or has state that it does
+                not; it is that of another optimizer, as a rule.
 
         Raises:
             StateMismatchError: It does not fit. As with every failure here, on all ranks, with nothing loaded.
@@ -57,7 +68,7 @@ class StateDictMethods(OptimizerBase):
         with raise_together(self._group, doing="load_state_dict() hooks"):
             for before in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = before(self, state_dict) or state_dict
-        self._pieces.state.load(state_dict, self.param_groups)
+        self._pieces.state.load(state_dict, self.param_groups, strict=strict)
         self._loaded()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -78,17 +89,21 @@ class StateDictMethods(OptimizerBase):
         self.wait()
         self._pieces.state.save(self.param_groups, Path(folder))
 
-    def load(self, path: str | PathLike[str]) -> None:
+    def load(self, path: str | PathLike[str], *, strict: bool = True) -> None:
         """Load what ``save()`` or ``save_full()`` has written, at any world size, granularity and stage. Collective.
 
         Every rank reads just its part. Parameters are the model's to load.
+
+        Args:
+            path: The folder or file.
+            strict: As in ``load_state_dict()``.
 
         Raises:
             CheckpointError: There is no such checkpoint, or it is damaged; names the file and what is damaged in it.
             StateMismatchError: It does not fit. As with every failure, on all ranks, with nothing loaded.
             RankMismatchError: Ranks see different ones.
         """
-        self._pieces.state.load_saved(self.param_groups, Path(path))
+        self._pieces.state.load_saved(self.param_groups, Path(path), strict=strict)
         self._loaded()
 
     def save_full(self, path: str | PathLike[str], to: int = 0) -> None:
@@ -105,7 +120,7 @@ class StateDictMethods(OptimizerBase):
         self.wait()
         self._pieces.state.save_full(self.param_groups, Path(path), to=to)
 
-    def load_full(self, path_or_dict: Any, src: int = 0) -> None:
+    def load_full(self, path_or_dict: Any, src: int = 0, *, strict: bool = True) -> None:
         """Load a full state that only rank ``src`` has, and sends to the others part by part. Collective.
 
         Args:
@@ -113,12 +128,13 @@ class StateDictMethods(OptimizerBase):
                 of the state dict of an unsharded optimizer, or of a consolidated one (torch's, FairScale's or ours), of
                 which nothing but tensors and plain values is read; or such a state dict.
             src: The rank that has it.
+            strict: As in ``load_state_dict()``.
 
         Raises:
             CheckpointError, StateMismatchError: It cannot be read, or does not fit. As with every failure, on all ranks,
                 with nothing loaded.
         """
-        self._pieces.state.load_full(self.param_groups, path_or_dict, src=src)
+        self._pieces.state.load_full(self.param_groups, path_or_dict, src=src, strict=strict)
         self._loaded()
 
     # --- torch.distributed.checkpoint -------------------------------------------------------------------------

@@ -216,7 +216,9 @@ class Shards:
 
     def _bucket(self, bucket: Bucket) -> ParamBucket:
         if self.has_views:
-            return ViewedBucket(bucket, self.params, self.specs)
+            return ViewedBucket(
+                bucket, self.params, self.specs, own_storage=self._framework.own_storage
+            )
         return self._staged(bucket)
 
     def _staged(self, bucket: Bucket) -> StagedBucket:

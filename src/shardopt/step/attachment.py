@@ -9,6 +9,28 @@ from shardopt.collectives import Group, raise_together, require_equal
 from shardopt.shards import Exchange, Shards
 
 
+class IdleHook:
+    """What is left of a hook in a copy of its module: nothing travels to that one's parameters."""
+
+    def __call__(self, *_: Any) -> None:
+        """Do nothing."""
+
+
+class ModuleHook:
+    """A hook that does not hinder its module from being copied, pickled and loaded elsewhere."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        """Bind what is called."""
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        """Call it."""
+        self._function(*args)
+
+    def __reduce__(self) -> Any:
+        return IdleHook, ()
+
+
 class Attachment:
     """Hooks on a module and its submodules, each of which waits for the parameters it holds itself.
 
@@ -49,13 +71,14 @@ class Attachment:
         self._early: list[int] = []
         self.is_ready: bool
         """Whether a forward has shown which submodules are called."""
-        module.register_forward_pre_hook(outside_of_graphs(self._begin))
-        module.register_forward_hook(outside_of_graphs(self._end), always_call=True)
+        module.register_forward_pre_hook(ModuleHook(outside_of_graphs(self._begin)))
+        module.register_forward_hook(ModuleHook(outside_of_graphs(self._end)), always_call=True)
         self._holders = [(held, params) for held, params in _holders(module) if params]
         for number, (submodule, _) in enumerate(self._holders):
-            submodule.register_forward_pre_hook(outside_of_graphs(self._hook(number)))
+            wait = ModuleHook(outside_of_graphs(self._hook(number)))
+            submodule.register_forward_pre_hook(wait)
         for submodule in module.modules():
-            submodule.register_state_dict_pre_hook(lambda *_: exchange.drain())
+            submodule.register_state_dict_pre_hook(ModuleHook(lambda *_: exchange.drain()))
         self.read()
 
     def read(self) -> None:
