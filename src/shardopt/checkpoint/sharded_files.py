@@ -42,16 +42,16 @@ def save_sharded(
     group = access.group
     save = group.all_gather_object(secrets.token_hex(4))[0]
     path = folder / file_name(save, group.rank)
-    with raise_together(group, doing="save()"):
-        folder.mkdir(parents=True, exist_ok=True)
-        local = access.read()
-        groups = packed_groups(param_groups) if group.rank == 0 else None
-        if group.is_first_replica:
-            write_rank_file(path, local, groups, access)
-    parts = [[p.param, p.offset, p.numel, p.is_whole] for p in local.entries]
-    parts_by_rank = group.all_gather_object(parts)[: group.world_size]
-    names = {rank: file_name(save, rank) for rank in range(group.world_size)}
     try:
+        with raise_together(group, doing="save()"):
+            folder.mkdir(parents=True, exist_ok=True)
+            local = access.read()
+            groups = packed_groups(param_groups) if group.rank == 0 else None
+            if group.is_first_replica:
+                write_rank_file(path, local, groups, access)
+        parts = [[p.param, p.offset, p.numel, p.is_whole] for p in local.entries]
+        parts_by_rank = group.all_gather_object(parts)[: group.world_size]
+        names = {rank: file_name(save, rank) for rank in range(group.world_size)}
         with raise_together(group, doing="save()"):
             if group.is_first:
                 require_files(folder, list(names.values()))

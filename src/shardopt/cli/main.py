@@ -98,23 +98,37 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = commands.add_parser(
         "convert",
         help="turn a checkpoint of one kind into one of another",
-        description="Turn a checkpoint of one kind into one of another, bit for bit. Files are converted range by range: "
-        "memory holds 16 MiB of tensors, or one tensor where a parameter's memory is not in row-major order. The target is "
-        "written beside what is there, which it replaces in one move if that is a checkpoint of the same kind.",
-        formatter_class=argparse.RawTextHelpFormatter,
+        description="Turn a checkpoint of one kind into one of another, bit for bit. Memory holds 16 MiB of tensors at a "
+        "time, or one tensor where a parameter's memory is not in row-major order. TARGET is written beside what is there, "
+        "which it replaces in one move if that is a checkpoint of the same kind; anything else is left alone.",
     )
-    parser.description = _filled(parser.description or "")
-    parser.add_argument("source", metavar="SOURCE", type=Path, help=_filled(CHECKPOINT, 74))
+    parser.add_argument("source", metavar="SOURCE", type=Path, help=CHECKPOINT)
     parser.add_argument("target", metavar="TARGET", type=Path, help="what to write")
     parser.add_argument(
         "--to",
         choices=("full", "sharded", "torch"),
-        help=TO_HELP,
+        help="full: one file, for load() and load_full(); the default where TARGET ends in .safetensors. torch: the state "
+        "dict of the unsharded optimizer in a file of torch.save(), which takes memory for all of it; the default where "
+        "TARGET ends in .pt. sharded: a folder of N files, for load(); the default otherwise",
     )
     parser.add_argument(
         "--ranks",
         metavar="N",
         type=int,
-        help="how many files --to sharded writes; by default as many as ranks have saved SOURCE",
+        help="number of files of --to sharded; by default that of the ranks that have saved SOURCE",
     )
     parser.set_defaults(run=_run_convert)
+
+
+def _run_inspect(options: argparse.Namespace) -> int:
+    from shardopt.cli.inspect import inspect
+
+    return inspect(
+        options.path, as_json=options.json, verify=options.verify, with_params=options.params
+    )
+
+
+def _run_convert(options: argparse.Namespace) -> int:
+    from shardopt.cli.convert import convert
+
+    return convert(options.source, options.target, to=options.to, num_ranks=options.ranks)
