@@ -73,6 +73,7 @@ class Rank:
             chunk_nbytes=16,
             make_optimizer=torch.optim.Adam,
             make_param=torch.nn.Parameter,
+            is_trained=lambda index: True,
             empty=empty_on_cpu,
             is_tensor=torch.is_tensor,
         )

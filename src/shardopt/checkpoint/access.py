@@ -72,6 +72,7 @@ class StateAccess:
         chunk_nbytes: Bytes in flight while state travels.
         make_optimizer: Makes another local optimizer from param groups.
         make_param: Makes a parameter in the memory of a tensor.
+        is_trained: Whether a parameter requires gradients.
         empty: Makes a flat CPU tensor from a numel and ``str(dtype)``.
         is_tensor: Whether a value is a tensor.
         strict: Whether what is loaded has to have all options and keys that the optimizer keeps, and no others.
@@ -87,6 +88,7 @@ class StateAccess:
     chunk_nbytes: int
     make_optimizer: Callable[[list[dict[str, Any]]], Any]
     make_param: Callable[[Tensor], Tensor]
+    is_trained: Callable[[int], bool]
     empty: Callable[[int, str], Tensor]
     is_tensor: Callable[[Any], bool]
     strict: bool = True
@@ -125,23 +127,21 @@ class StateAccess:
 
         Takes memory for the tensors that this rank updates, and their gradients, on the way.
         """
+        parts = iter(self.parts)
+        copies: dict[Part, Tensor] = {}
         groups = []
         for group in self.local_optimizer.param_groups:
             params = []
-            for param in group["params"]:
+            for param, part in zip(group["params"], parts, strict=False):
                 copy = self.make_param(param.detach().clone())
-                if param.requires_grad:
+                if self.is_trained(part.param):
                     copy.grad = param.detach().clone().zero_()
+                    copies[part] = copy
                 params.append(copy)
             groups.append({**group, "params": params})
         optimizer = self.make_optimizer(groups)
         optimizer.step()
-        listed = [param for group in groups for param in group["params"]]
-        return {
-            part: dict(optimizer.state[copy])
-            for part, copy in zip(self.parts, listed, strict=True)
-            if copy.grad is not None and copy in optimizer.state
-        }
+        return {p: dict(optimizer.state[c]) for p, c in copies.items() if c in optimizer.state}
 
     def index(self, save: str, parts_by_rank: Sequence[Sequence[Sequence[Any]]]) -> dict[str, Any]:
         """What a checkpoint of this optimizer holds and where, as plain values.

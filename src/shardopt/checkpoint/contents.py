@@ -278,6 +278,30 @@ def contents_of_state_dict(path: Path, state_dict: Any, framework: Framework) ->
             f"{path}: holds a {type(state_dict).__name__}{found}, expected the state dict of an optimizer, with 'state' "
             "and 'param_groups'; save optimizer.state_dict() in a file of its own"
         )
+    words, tensors = _encoded(state_dict, framework)
+    entries: dict[int | None, list[TensorEntry]] = {}
+    for name, tensor in tensors.items():
+        entries.setdefault(param_of(name), []).append(_entry_of_tensor(path, name, tensor))
+    state = words.pop("state")
+    names = [name for group in state_dict["param_groups"] for name in _names_of(group)]
+    live = [state_dict["state"].get(key) for key in saved_ids(state_dict)]
+    return Contents(
+        path=path,
+        kind="torch",
+        saved=None,
+        optimizer=UNKNOWN,
+        world_size=1,
+        params=tuple(map(_param_of_state, names, live)),
+        state={n: ParamState(state[n], tuple(entries.get(n, ()))) for n in sorted(state)},
+        header=words,
+        common=tuple(entries.get(None, ())),
+        flats=lambda entry: _flats_of_tensor(tensors[entry.name], entry),
+        empty=framework.empty_on_cpu,
+    )
+
+
+def _encoded(state_dict: Any, framework: Framework) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a state dict in words, as they stand in the header of a file, and its tensors by name."""
     tensors: dict[str, Any] = {}
 
     def take(value: Any, where: str) -> str | None:
@@ -287,31 +311,23 @@ def contents_of_state_dict(path: Path, state_dict: Any, framework: Framework) ->
         return where
 
     number_of: dict[Any, int] = {key: n for n, key in enumerate(saved_ids(state_dict))}
-    state = {number_of[key]: v for key, v in state_dict["state"].items() if key in number_of}
-    others = {key: v for key, v in state_dict["state"].items() if key not in number_of}
-    extra = {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")}
-    groups = packed_groups(state_dict["param_groups"])
-    encoded = {n: encode(state[n], f"state.{n}", take) for n in sorted(state)}
-    values = dict(zip(HEADER_KEYS, (others, extra, groups), strict=True))
-    header = {key: encode(value, key, take) for key, value in values.items()}
-    entries: dict[int | None, list[TensorEntry]] = {}
-    for name, tensor in tensors.items():
-        entry = TensorEntry(name, dtype_name(tensor), tuple(tensor.shape))
-        entries.setdefault(param_of(name), []).append(entry)
-    names = [name for group in groups for name in _names_of(group)]
-    return Contents(
-        path=path,
-        kind="torch",
-        saved=None,
-        optimizer=UNKNOWN,
-        world_size=1,
-        params=tuple(_param_of_state(name, state.get(n)) for n, name in enumerate(names)),
-        state={n: ParamState(encoded[n], tuple(entries.get(n, ()))) for n in encoded},
-        header=header,
-        common=tuple(entries.get(None, ())),
-        flats=lambda entry: _flats_of_tensor(tensors[entry.name], entry),
-        empty=framework.empty_on_cpu,
-    )
+    state = state_dict["state"]
+    values = {
+        "others": {key: value for key, value in state.items() if key not in number_of},
+        "extra": {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")},
+        "param_groups": packed_groups(state_dict["param_groups"]),
+    }
+    words: dict[str, Any] = {key: encode(value, key, take) for key, value in values.items()}
+    numbered = {number_of[key]: value for key, value in state.items() if key in number_of}
+    words["state"] = {n: encode(value, f"state.{n}", take) for n, value in numbered.items()}
+    return words, tensors
+
+
+def _entry_of_tensor(path: Path, name: str, tensor: Any) -> TensorEntry:
+    try:
+        return TensorEntry(name, dtype_name(tensor), tuple(tensor.shape))
+    except TypeError as error:
+        raise TypeError(f"{path}: {name}: {error}") from error
 
 
 def is_optimizer_state(value: Any) -> bool:

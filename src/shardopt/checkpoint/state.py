@@ -234,6 +234,7 @@ class ShardedState:
             chunk_nbytes=self._chunk_nbytes,
             make_optimizer=self._make_optimizer,
             make_param=self._framework.make_param,
+            is_trained=lambda index: bool(self._shards.params[index].requires_grad),
             empty=self._framework.empty_on_cpu,
             is_tensor=self._framework.is_tensor,
             strict=strict,
