@@ -7,6 +7,7 @@ stand in the headers of files. Tensors are those of whole parameters and come in
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +45,9 @@ CHUNK_NBYTES = 16 * 2**20
 UNKNOWN = "unknown"
 """What state dicts do not tell: the class of the optimizer, and the dtype of a parameter with master weights."""
 
+STATE_NAME = re.compile(r"state\.(\d+)(?![^.\[])")
+"""How the name of a tensor of a parameter's state begins; ``.`` or ``[`` and a key follow."""
+
 HEADER_KEYS = ("others", "extra", "param_groups")
 
 
@@ -79,7 +83,7 @@ class Contents:
         state: The state of each parameter that has any, in the order of parameters.
         header: State that belongs to no parameter, and the param groups, encoded.
         common: The tensors that the header names.
-        flats: Reads a tensor, in order: (n,) contiguous on the CPU, one range after another.
+        flats: Reads a tensor, in order: (n,) contiguous on the CPU, one range after another; each is valid until the next.
         empty: Makes a flat CPU tensor.
     """
 
@@ -168,8 +172,8 @@ def contents_of_saved(saved: SavedState, empty: Empty) -> Contents:
 
 def param_of(name: str) -> int | None:
     """The parameter to whose state a tensor belongs by its name; None for one of the header."""
-    room, *rest = name.split(".")
-    return int(rest[0]) if room == "state" and rest and rest[0].isdecimal() else None
+    found = STATE_NAME.match(name)
+    return int(found[1]) if found else None
 
 
 def _ordered(parts: Sequence[SavedPart]) -> list[SavedPart]:
@@ -236,8 +240,10 @@ def _ranges_of_saved(
     for source, numel in enumerate(numels):
         start = held[-1].stop if held else 0
         held.append(Range(source, start, start + numel))
-    for start, stop in _chunks(entry):
-        flat = empty(stop - start, entry.dtype)
+    chunks = _chunks(entry)
+    buffer = empty(max((stop - start for start, stop in chunks), default=0), entry.dtype)
+    for start, stop in chunks:
+        flat = buffer.narrow(0, 0, stop - start)
         for move in plan_transfers(held, start, stop):
             target = flat.narrow(0, move.target_start, move.numel)
             saved.file(ranks[move.source]).read(entry.name, move.source_start, target)

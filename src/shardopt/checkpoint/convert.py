@@ -6,7 +6,6 @@ What is written is written beside its target, and made current in one move.
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -26,6 +25,7 @@ from shardopt.files import (
     file_name,
     in_file_order,
     is_pickled,
+    new_save,
     read_manifest,
     remove_others,
     sync_folder,
@@ -144,7 +144,7 @@ def write_folder(
     owned: list[list[int]] = [[] for _ in range(num_ranks)]
     for param, owner in zip(contents.state, owners, strict=True):
         owned[owner].append(param)
-    save = secrets.token_hex(4)
+    save = new_save()
     names = {rank: file_name(save, rank) for rank in range(num_ranks)}
     folder.mkdir(exist_ok=True)
     try:
@@ -183,7 +183,7 @@ def write_file(
     common = [
         entry
         for entry in contents.common
-        if header["param_groups"] is not None or not entry.name.startswith("param_groups.")
+        if header["param_groups"] is not None or not entry.name.startswith("param_groups")
     ]
     entries = [entry for param in params for entry in contents.state[param].tensors] + common
     ordered = in_file_order(entries)

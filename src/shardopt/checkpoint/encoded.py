@@ -29,7 +29,8 @@ class EncodedState:
 
     def tensors_of(self, param: int) -> list[TensorEntry]:
         """Those of the state of one parameter."""
-        return [one for one in self.tensors if one.name.startswith(f"state.{param}.")]
+        starts = (f"state.{param}.", f"state.{param}[")
+        return [one for one in self.tensors if one.name.startswith(starts)]
 
     @property
     def common_tensors(self) -> list[TensorEntry]:

@@ -100,7 +100,7 @@ class SavedState:
             return {}
         saved = self.parts[param][0]
         file = self.file(saved.rank)
-        found = decode(self.entry_of(saved), lambda name: file.entries[name])
+        found = self._decode(saved.rank, self.entry_of(saved), lambda name: file.entries[name])
         shape = self.params[param].shape
         return {
             key: TensorEntry(value.name, value.dtype, shape)
@@ -146,7 +146,7 @@ class SavedState:
     def _tensor_entry(self, saved: SavedPart, value: Any) -> TensorEntry | None:
         """That of an encoded value that is a tensor."""
         entries = self.file(saved.rank).entries
-        decoded = decode(value, lambda name: entries[name])
+        decoded = self._decode(saved.rank, value, lambda name: entries[name])
         return decoded if isinstance(decoded, TensorEntry) else None
 
     def _has_param_shape(
@@ -197,14 +197,20 @@ class SavedState:
         file = self.file(rank)
 
         def read(name: str) -> Any:
-            if name not in file.entries:
-                raise CheckpointError(f"{file.path}: no tensor {name!r}")
             entry = file.entries[name]
             flat = empty(entry.numel, entry.dtype)
             file.read(name, 0, flat)
             return flat.view(entry.shape)
 
-        return decode(value, read)
+        return self._decode(rank, value, read)
+
+    def _decode(self, rank: int, value: Any, tensor: Callable[[str], Any]) -> Any:
+        try:
+            return decode(value, tensor)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self.file(rank).path}: its header is damaged: {error}"
+            ) from error
 
 
 def is_cut(entry: TensorEntry, part: Part) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from shardopt.files import (
     commit,
     file_name,
     in_file_order,
+    new_save,
     remove_others,
     sync_folder,
 )
@@ -40,7 +40,7 @@ def save_sharded(
             here, on all ranks, and what was current in the folder stays so.
     """
     group = access.group
-    save = group.all_gather_object(secrets.token_hex(4))[0]
+    save = group.all_gather_object(new_save())[0]
     path = folder / file_name(save, group.rank)
     try:
         with raise_together(group, doing="save()"):

@@ -46,10 +46,14 @@ def convert(source: Path, target: Path, *, to: Kind | None, num_ranks: int | Non
         with progress_bar(target.name, contents.nbytes) as progress:
             what = _write(contents, target, kind, num_ranks or contents.world_size, progress)
         num_params, nbytes = len(contents.params), contents.nbytes
-    make_console().print(
-        f"{target}: {what}, {num_params:,} parameters, {nbytes:,} bytes of state", soft_wrap=True
-    )
+    params = _count(num_params, "parameter")
+    told = f"{target}: {what}, {params}, {_count(nbytes, 'byte')} of state"
+    make_console().print(told, soft_wrap=True)
     return 0
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _require_ranks(num_ranks: int | None, kind: Kind) -> None:
@@ -73,7 +77,7 @@ def _write(
         _write_pickled(contents, target, progress)
         return "state dict"
     write_folder(contents, target, num_ranks=num_ranks, progress=progress)
-    return f"folder of {num_ranks} file{'s' if num_ranks > 1 else ''}"
+    return f"folder of {_count(num_ranks, 'file')}"
 
 
 def _write_pickled(contents: Contents, path: Path, progress: Callable[[int], None]) -> None:

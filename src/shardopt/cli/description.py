@@ -196,7 +196,7 @@ def _files_of(contents: Contents) -> list[FileDescription]:
         return [_file_of(0, contents.path, contents.nbytes, [contents.nbytes])]
     files = [contents.saved.file(rank) for rank in contents.saved.ranks]
     held = [
-        sum(entry.nbytes for entry in file.entries.values() if entry.name.startswith("state."))
+        sum(entry.nbytes for name, entry in file.entries.items() if name.startswith("state."))
         for file in files
     ]
     return [

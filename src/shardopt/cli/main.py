@@ -99,7 +99,7 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "convert",
         help="turn a checkpoint of one kind into one of another",
         description="Turn a checkpoint of one kind into one of another, bit for bit. Memory holds 16 MiB of tensors at a "
-        "time, or one tensor where a parameter's memory is not in row-major order. TARGET is written beside what is there, "
+        "time, or one tensor twice where a parameter's memory is not in row-major order. TARGET is written beside what is there, "
         "which it replaces in one move if that is a checkpoint of the same kind; anything else is left alone.",
     )
     parser.add_argument("source", metavar="SOURCE", type=Path, help=CHECKPOINT)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
@@ -183,6 +184,11 @@ def _kind(value: Any, param: ParamDescription) -> str:
 def _short(value: Any) -> str:
     if isinstance(value, TensorEntry):
         return f"{value.dtype} {value.shape}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_short(item)}' for key, item in value.items())}}}"
+    if isinstance(value, (list, tuple, deque)):
+        items = ", ".join(map(_short, value))
+        return f"({items})" if isinstance(value, tuple) else f"[{items}]"
     return repr(value)
 
 

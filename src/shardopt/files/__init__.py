@@ -9,6 +9,7 @@ from shardopt.files.encoding import decode, encode
 from shardopt.files.manifest import (
     commit,
     file_name,
+    new_save,
     read_manifest,
     remove_others,
     sync_folder,
@@ -33,6 +34,7 @@ __all__ = [
     "file_name",
     "in_file_order",
     "is_pickled",
+    "new_save",
     "read_manifest",
     "remove_others",
     "sync_folder",

@@ -31,13 +31,15 @@ def encode(value: Any, where: str, take: Callable[[Any, str], str | None]) -> An
     if type(value) is complex:
         return {TAG: "complex", "value": [repr(value.real), repr(value.imag)]}
     if isinstance(value, Mapping):
-        items = [(key, encode(item, f"{where}.{key}", take)) for key, item in value.items()]
+        items = [(key, encode(item, where + _step(key), take)) for key, item in value.items()]
         if all(type(key) is str for key, _ in items) and TAG not in value:
             return dict(items)
         return {TAG: "dict", "items": [[encode(k, where, _nothing), v] for k, v in items]}
     if type(value) in (list, tuple, deque):
-        listed = [encode(item, f"{where}.{n}", take) for n, item in enumerate(value)]
-        return listed if type(value) is list else {TAG: type(value).__name__, "items": listed}
+        listed = [encode(item, f"{where}[{n}]", take) for n, item in enumerate(value)]
+        if isinstance(value, deque):
+            return {TAG: "deque", "items": listed, "maxlen": value.maxlen}
+        return listed if type(value) is list else {TAG: "tuple", "items": listed}
     raise TypeError(
         f"{where}: {type(value).__name__} cannot be written to a checkpoint, which holds tensors, numbers, strings, None "
         "and containers of them; save consolidate_state_dict() + state_dict() with torch.save() instead"
@@ -50,12 +52,19 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     Raises:
         ValueError: It was not written by ``encode``.
     """
+    try:
+        return _decode(value, tensor)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no value that was encoded: {error!r}") from error
+
+
+def _decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     if isinstance(value, list):
-        return [decode(item, tensor) for item in value]
+        return [_decode(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
     if TAG not in value:
-        return {key: decode(item, tensor) for key, item in value.items()}
+        return {key: _decode(item, tensor) for key, item in value.items()}
     kind = value[TAG]
     if kind == "tensor":
         return tensor(value["name"])
@@ -64,11 +73,19 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     if kind == "complex":
         return complex(*map(float, value["value"]))
     if kind == "dict":
-        return {decode(key, tensor): decode(item, tensor) for key, item in value["items"]}
-    if kind in ("tuple", "deque"):
-        items = [decode(item, tensor) for item in value["items"]]
-        return tuple(items) if kind == "tuple" else deque(items)
+        return {_decode(key, tensor): _decode(item, tensor) for key, item in value["items"]}
+    if kind == "tuple":
+        return tuple(_decode(item, tensor) for item in value["items"])
+    if kind == "deque":
+        return deque([_decode(item, tensor) for item in value["items"]], value["maxlen"])
     raise ValueError(f"unknown kind of value {kind!r}")
+
+
+def _step(key: Any) -> str:
+    """One step of a path; different keys make different steps."""
+    if type(key) is not str:
+        return f"[{key!r}]"
+    return "." + key.replace("\\", "\\\\").replace(".", "\\.").replace("[", "\\[")
 
 
 def _nothing(value: Any, where: str) -> None:

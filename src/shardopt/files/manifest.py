@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import secrets
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -19,6 +21,13 @@ from shardopt.errors import CheckpointError
 
 NAME = "checkpoint.json"
 SUFFIX = ".safetensors"
+RANK_FILE = re.compile(r"[0-9a-f]{8}-rank\d{5,}\.safetensors")
+"""What ``file_name`` makes: other files in the folder are their owner's."""
+
+
+def new_save() -> str:
+    """A name that tells the files of one save from those of others."""
+    return secrets.token_hex(4)
 
 
 def file_name(save: str, rank: int) -> str:
@@ -58,7 +67,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         outer = json.loads(path.read_text())
         text = outer["contents"]
         is_whole = crc32(text.encode()) == outer["crc32"]
-        contents: dict[str, Any] = json.loads(text)
+        contents: dict[str, Any] = dict(json.loads(text).items())
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be read: {error.strerror}; expected a folder that save() has written, which every rank "
@@ -74,5 +83,5 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def remove_others(folder: Path, names: set[str]) -> None:
     """Remove rank files that do not belong to the current manifest: of earlier saves, or of some that were cut short."""
     for path in folder.glob(f"*-rank*{SUFFIX}"):
-        if path.name not in names:
+        if RANK_FILE.fullmatch(path.name) and path.name not in names:
             path.unlink(missing_ok=True)

@@ -139,7 +139,13 @@ class TensorFileWriter:
             path: Where.
             entries: Its tensors, ``in_file_order``.
             metadata: Written as JSON into the header.
+
+        Raises:
+            ValueError: Two tensors have the same name.
         """
+        names = [entry.name for entry in entries]
+        if len(set(names)) < len(names) or {CHECKSUMS, "__metadata__"} & set(names):
+            raise ValueError(f"names of tensors: expected different ones, not our own, got {names}")
         self._path = path
         data_nbytes = sum(entry.nbytes for entry in entries)
         num_checksums = num_blocks_of(data_nbytes, BLOCK_NBYTES) + 1
@@ -202,6 +208,13 @@ class TensorFileWriter:
             view = view[self._file.write(view) :]
 
 
+def _offsets_of(item: Any) -> tuple[int, int]:
+    start, stop = item["data_offsets"]
+    if type(start) is not int or type(stop) is not int:
+        raise TypeError(f"offsets {start!r}, {stop!r}")
+    return start, stop
+
+
 class TensorFile:
     """One file for reading; nothing of it is held in memory but its header."""
 
@@ -233,24 +246,32 @@ class TensorFile:
             header = json.loads(text)
             metadata = header.pop("__metadata__", {})
             self.metadata = json.loads(metadata.get(METADATA, "null"))
-            self._offsets = {name: tuple(item["data_offsets"]) for name, item in header.items()}
+            self._offsets = {name: _offsets_of(item) for name, item in header.items()}
             self.entries = {
                 name: TensorEntry(name, NAME_OF_CODE[item["dtype"]], tuple(item["shape"]))
                 for name, item in header.items()
             }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{self.path}: its header is damaged: {error!r}") from error
+        end = max((stop for _, stop in self._offsets.values()), default=0)
+        if self._start + end < nbytes:
+            raise CheckpointError(f"{self.path}: more bytes than its header says; it is damaged")
         for name, entry in self.entries.items():
             start, stop = self._offsets[name]
-            if not 0 <= start <= stop <= nbytes - self._start or stop - start != entry.nbytes:
+            is_shape = all(length >= 0 for length in entry.shape) and stop - start == entry.nbytes
+            if not is_shape or not 0 <= start <= stop <= nbytes - self._start:
                 raise CheckpointError(
                     f"{self.path}: {name!r} should end at byte {self._start + stop}, but the file has {nbytes}; it was "
                     "cut short"
                 )
         sums = self.entries.pop(CHECKSUMS, None)
         self._crcs: tuple[int, ...] | None = None
+        if sums is None and METADATA in metadata:
+            raise CheckpointError(f"{self.path}: has no checksums; it is damaged")
         if sums is not None:
             start, stop = self._offsets[CHECKSUMS]
+            if stop - start < 4:
+                raise CheckpointError(f"{self.path}: its checksums are damaged")
             *crcs, header_crc = struct.unpack(
                 f"<{(stop - start) >> 2}I", self._pread((stop - start) & ~3, self._start + start)
             )
@@ -266,6 +287,8 @@ class TensorFile:
             CheckpointError: They are damaged; names file and tensor.
         """
         entry = self.entries[name]
+        if not 0 <= start <= entry.numel - flat.numel():
+            raise CheckpointError(f"{self.path}: {name!r} has {entry.numel} elements only")
         first = self._offsets[name][0] + start * entry.itemsize
         self._read_into(bytes_of(flat), first)
         self._verify(first, first + flat.numel() * entry.itemsize, bytes_of(flat), name)

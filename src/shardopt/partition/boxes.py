@@ -29,7 +29,7 @@ class Box:
 
 
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Cut elements ``[start, stop)`` of a row-major tensor into boxes, in order; at most 2 d - 1 for d dimensions.
+    """Cut elements ``[start, stop)`` of a row-major tensor into boxes, in order; at most 2 d - 1 for d dimensions, or one.
 
     Each box is a run of the range, so a flat tensor of the range splits into them by their numels.
 

@@ -44,5 +44,6 @@ def plan_transfers(held: Sequence[Range], start: int, stop: int) -> list[Transfe
             transfers.append(Transfer(piece.source, at - piece.start, at - start, end - at))
             at = end
     if at < stop:
-        raise ValueError(f"elements [{at}, {stop}) are held by nobody")
+        held_next = min((piece.start for piece in held if piece.start > at), default=stop)
+        raise ValueError(f"elements [{at}, {min(held_next, stop)}) are held by nobody")
     return transfers
