@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 RANKS ?= 2
 
-.PHONY: demo digits test lint unit bench clean
+.PHONY: demo digits test lint unit bench bench-checkpoints clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,9 @@ bench: $(VENV)/installed  ## Measure training steps beside peers; about an hour
 	$(BIN)/pip install --quiet -c constraints.txt fairscale
 	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[bench]'
 	$(BIN)/python -m benchmarks.train_step $(ARGS)
+
+bench-checkpoints: $(VENV)/installed  ## Measure saving and loading state beside peers; about half an hour
+	$(BIN)/python -m benchmarks.checkpoints $(ARGS)
 
 clean:
 	rm -rf $(VENV) build runs

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardopt.checkpoint.load import MASTER_KEY, take_masters
+from shardopt.checkpoint.load import MASTER_KEY, require_flat, take_masters
 from shardopt.checkpoint.state_dict import renumber, whole_group
 from shardopt.collectives import Group, raise_together
 from shardopt.partition import ParamSpec, Part
@@ -109,6 +109,9 @@ class StateAccess:
             entry = dict(state.get(part, {}))
             if part.param in self.masters:
                 entry[MASTER_KEY] = self.masters[part.param].detach()
+            if not part.is_whole:
+                for key, value in entry.items():
+                    require_flat(self.specs[part.param], key, value)
             if part in state or entry:
                 entries[part] = entry
         others = {key: value for key, value in state.items() if not isinstance(key, Part)}

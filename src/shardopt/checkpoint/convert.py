@@ -158,6 +158,7 @@ def write_folder(
     sync_folder(folder)
     index = _index(contents, params, save=save, world_size=num_ranks, owned=owned)
     commit(folder, {**index, "files": names})
+    sync_folder(folder)
     remove_others(folder, set(names.values()))
     return loads_of(costs, owners, num_ranks)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardopt.checkpoint.state_dict import in_memory_order, shaped_like
-from shardopt.checkpoint.structure import map_tensors
+from shardopt.checkpoint.structure import is_nested, map_tensors
 from shardopt.collectives import option_fingerprint
 from shardopt.errors import StateMismatchError
 from shardopt.partition import ParamSpec, Part
@@ -197,6 +197,19 @@ def has_param_shape(key: str, shape: tuple[int, ...], spec: ParamSpec) -> bool:
     return shape == spec.shape and (bool(shape) or key in PARAM_SHAPED_KEYS)
 
 
+def require_flat(spec: ParamSpec, key: str, value: Any) -> None:
+    """Raise if state of a part holds tensors in containers: which of them are cut like their parameter is not known.
+
+    Raises:
+        StateMismatchError: Names the parameter and the entry.
+    """
+    if is_nested(value):
+        raise StateMismatchError(
+            f"{spec.label}: state {key!r} is a {type(value).__name__} of tensors, which cannot be cut and put together by "
+            "element; use granularity='parameter'"
+        )
+
+
 def part_of(entry: Any, part: Part, specs: Sequence[ParamSpec]) -> Any:
     """The state of a part: of each tensor that has the parameter's shape the elements of the part."""
     if part.is_whole:
@@ -204,6 +217,7 @@ def part_of(entry: Any, part: Part, specs: Sequence[ParamSpec]) -> Any:
     spec = specs[part.param]
 
     def cut(key: str, value: Any) -> Any:
+        require_flat(spec, key, value)
         if not hasattr(value, "shape") or not has_param_shape(key, tuple(value.shape), spec):
             return value
         ordered = shaped_like(value.detach().new_empty((spec.numel,)), spec)

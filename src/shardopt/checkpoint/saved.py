@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardopt.checkpoint.access import VERSION, SavedParam
-from shardopt.checkpoint.load import has_param_shape
+from shardopt.checkpoint.load import has_param_shape, require_flat
 from shardopt.checkpoint.state_dict import in_memory_order, shaped_like
 from shardopt.errors import CheckpointError
 from shardopt.files import TensorEntry, TensorFile, decode, read_manifest
@@ -135,7 +135,10 @@ class SavedState:
             return {}
         first = held[0]
         found: dict[str, Any] = {}
+        described = self.described(part.param)
         for key, value in self.entry_of(first).items():
+            if not part.is_whole:
+                require_flat(spec, key, described[key])
             entry = self._tensor_entry(first, value)
             if entry is not None and self._has_param_shape(key, entry, first, spec):
                 found[key] = self._read_elements(key, entry.dtype, held, spec, part, empty)

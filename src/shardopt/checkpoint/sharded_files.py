@@ -63,6 +63,7 @@ def save_sharded(
         raise
     with raise_together(group, doing="save()"):
         if group.is_first:
+            sync_folder(folder)
             remove_others(folder, set(names.values()))
 
 

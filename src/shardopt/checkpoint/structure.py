@@ -52,6 +52,15 @@ def map_tensors(value: Any, function: Callable[[Any], Any], is_leaf: Callable[[A
     return value
 
 
+def is_nested(value: Any) -> bool:
+    """Whether a value is a container that holds tensors."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple, deque)):
+        return False
+    return any(hasattr(item, "shape") or is_nested(item) for item in value)
+
+
 def take_tensors(value: Any, is_tensor: Callable[[Any], bool]) -> tuple[Any, list[Tensor]]:
     """Return the structure of ``value`` and its tensors in order."""
     tensors: list[Tensor] = []

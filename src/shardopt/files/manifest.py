@@ -36,7 +36,10 @@ def file_name(save: str, rank: int) -> str:
 
 
 def commit(folder: Path, contents: dict[str, Any]) -> None:
-    """Make ``contents`` the manifest of a folder, in one move, and have the system write it to the disk."""
+    """Make ``contents`` the manifest of a folder, in one move, which either happens or leaves the old one.
+
+    ``sync_folder`` before files are removed that the old one names.
+    """
     text = json.dumps(contents, indent=1)
     temporary = folder / f".{NAME}.new"
     with open(temporary, "w") as file:
@@ -44,7 +47,6 @@ def commit(folder: Path, contents: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, folder / NAME)
-    sync_folder(folder)
 
 
 def sync_folder(folder: Path) -> None:
