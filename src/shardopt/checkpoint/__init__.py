@@ -1,10 +1,16 @@
-"""Local state <-> the state dict that the unsharded optimizer would have.
+"""Local state <-> checkpoints: state dicts, files, and what ``torch.distributed.checkpoint`` saves.
 
-``state`` shows, collects and loads the state of one optimizer, in terms of the parameters that users know, and ``full``
-sequences the two directions. ``structure`` takes the tensors out of nested state and puts them back,
-``consolidate`` brings every rank's tensors to one rank, ``state_dict`` numbers them as the whole optimizer does,
-``load`` checks a full state dict and cuts this rank's part out of it.
-``contents`` says what a checkpoint in files holds, and ``convert`` turns one kind into another, without an optimizer.
+``state`` is what the facade holds: it shows, collects, saves and loads the state of one optimizer. ``access`` reads a rank's
+state as parts of parameters and puts other state in its place, all ranks or none; ``fitting`` says whether that fits.
+
+State dicts: ``full`` sequences collecting and loading a whole one. ``structure`` takes tensors out of nested state and
+puts them back, ``consolidate`` brings every rank's to one rank, ``state_dict`` numbers them as the whole optimizer does,
+``load`` cuts a rank's part out. ``distribute`` sends it from one rank that has it, ``local`` is a rank's own part.
+
+Files: ``sharded_files`` has one for each rank, ``full_file`` streams one, ``encoded`` is what their headers say, ``saved``
+reads any range of either. ``contents`` and ``convert`` are for looking at them and for turning one into another.
+
+DCP: ``by_name`` keys a rank's part by ``names``.
 State dicts are plain data, keyed and ordered as the unsharded optimizer does it, so they fit any world size.
 """
 

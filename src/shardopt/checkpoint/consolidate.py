@@ -83,7 +83,7 @@ def send_tensors(
     """Send tensors, (numel,) each, to rank ``dst``, which calls ``receive_tensors`` with the same slots."""
     pool = StagingPool()
     plan = _plan(slots, flats, chunk_nbytes)
-    launches = (partial(_send, group, chunk, kind, dst, pool, empty) for chunk, kind in plan)
+    launches = (partial(send_chunk, group, chunk, kind, dst, pool, empty) for chunk, kind in plan)
     run_in_flight(launches, depth=DEPTH)
 
 
@@ -119,11 +119,13 @@ def _plan(
             yield chunk, kind
 
 
-def _pieces(chunk: Chunk, flats: Sequence[Tensor]) -> list[Tensor]:
+def pieces_of(chunk: Chunk, flats: Sequence[Tensor]) -> list[Tensor]:
+    """The pieces of a chunk, where they lie."""
     return [flats[piece.tensor].narrow(0, piece.start, piece.numel) for piece in chunk.pieces]
 
 
-def _split(message: Tensor, chunk: Chunk) -> list[Tensor]:
+def split_chunk(message: Tensor, chunk: Chunk) -> list[Tensor]:
+    """The pieces of a message."""
     return list(message.split([piece.numel for piece in chunk.pieces]))  # type: ignore[no-untyped-call]
 
 
@@ -134,7 +136,7 @@ def _staging(
     return pool.take(chunk.numel, like=empty(0, str(pieces[0].dtype)))
 
 
-def _send(
+def send_chunk(
     group: Group,
     chunk: Chunk,
     flats: Sequence[Tensor],
@@ -143,12 +145,12 @@ def _send(
     empty: Callable[[int, str], Tensor],
 ) -> Finish:
     """Launch sending one chunk; one piece on the CPU is sent from where it lies."""
-    pieces = _pieces(chunk, flats)
+    pieces = pieces_of(chunk, flats)
     if len(pieces) == 1 and pieces[0].device.type == "cpu":
         return group.send(pieces[0], dst=dst).wait
     memory = _staging(chunk, pieces, pool, empty)
     message = memory.narrow(0, 0, chunk.numel)
-    for part, piece in zip(_split(message, chunk), pieces, strict=True):
+    for part, piece in zip(split_chunk(message, chunk), pieces, strict=True):
         part.copy_(piece)
     pending = group.send(message, dst=dst)
 
@@ -168,7 +170,7 @@ def _receive(
     empty: Callable[[int, str], Tensor],
 ) -> Finish:
     """Launch receiving one chunk; one piece is received into its place."""
-    pieces = _pieces(chunk, flats)
+    pieces = pieces_of(chunk, flats)
     if len(pieces) == 1:
         return group.recv(pieces[0], src=src).wait
     memory = _staging(chunk, pieces, pool, empty)
@@ -177,7 +179,7 @@ def _receive(
 
     def finish() -> None:
         pending.wait()
-        for part, piece in zip(_split(message, chunk), pieces, strict=True):
+        for part, piece in zip(split_chunk(message, chunk), pieces, strict=True):
             piece.copy_(part)
         pool.give_back(memory)
 

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardopt.checkpoint.access import StateAccess
+from shardopt.checkpoint.consolidate import pieces_of, send_chunk, split_chunk
 from shardopt.checkpoint.encoded import EncodedState, encode_state, packed_groups
 from shardopt.checkpoint.saved import is_cut
 from shardopt.checkpoint.state_dict import shaped_like
 from shardopt.collectives import Finish, StagingPool, raise_together, run_in_flight
 from shardopt.errors import StateMismatchError
 from shardopt.files import TensorEntry, TensorFileWriter, in_file_order, sync_folder
-from shardopt.partition import ParamSpec, Part, plan_chunks
+from shardopt.partition import Chunk, ParamSpec, Part, plan_chunks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -207,94 +208,66 @@ def _launches(
     """What launches each message, in the order of the file; on ranks other than ``to`` those that they send."""
     group = access.group
     pieces = [(one.entry.dtype, s) for one in plan for s in one.sources if s.numel]
-    flats = _Flats(tensors)
+    itemsizes = {one.entry.dtype: one.entry.itemsize for one in plan}
     for (dtype, rank), grouped in groupby(pieces, key=lambda piece: (piece[0], piece[1].rank)):
-        run = list(grouped)
+        run = [source for _, source in grouped]
         if group.rank not in (rank, to):
             continue
-        itemsize = next(one.entry.itemsize for one in plan if one.entry.dtype == dtype)
         chunks = plan_chunks(
-            [source.numel for _, source in run],
+            [source.numel for source in run],
             chunk_nbytes=access.chunk_nbytes,
-            itemsize=itemsize,
+            itemsize=itemsizes[dtype],
             in_flight=DEPTH,
         )
+        flats = _RowMajor(tensors, [source.name for source in run])
         for chunk in chunks:
-            numels = [piece.numel for piece in chunk.pieces]
-            if rank == group.rank:
-                mine = [
-                    partial(flats.get, run[piece.tensor][1].name, piece.start, piece.numel)
-                    for piece in chunk.pieces
-                ]
-                if rank == to:
-                    yield partial(_keep, mine, sink)
-                else:
-                    yield partial(_send, mine, numels, dtype, to, access, pool)
+            if rank != group.rank:
+                yield partial(_receive, chunk, dtype, rank, access, pool, sink)
+            elif rank == to:
+                yield partial(_keep, chunk, flats, sink)
             else:
-                yield partial(_receive, numels, dtype, rank, access, pool, sink)
+                yield partial(send_chunk, group, chunk, flats, to, pool, access.empty)
 
 
-class _Flats:
-    """This rank's tensors as (numel,) in row-major order; one that is not is copied once for all of its pieces."""
+class _RowMajor(Sequence["Tensor"]):
+    """This rank's tensors as (numel,) in row-major order; one that is not is copied when it is asked for."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> None:
         self._tensors = tensors
+        self._names = names
         self._last: tuple[str, Tensor] | None = None
 
-    def get(self, name: str, start: int, numel: int) -> Tensor:
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, number: Any) -> Any:
+        name = self._names[number]
         if self._last is None or self._last[0] != name:
             self._last = name, self._tensors[name].detach().contiguous().view(-1)
-        return self._last[1].narrow(0, start, numel)
+        return self._last[1]
 
 
-def _keep(pieces: Sequence[Any], sink: _Sink) -> Finish:
+def _keep(chunk: Chunk, flats: Sequence[Tensor], sink: _Sink) -> Finish:
     """Write pieces of this rank."""
 
     def finish() -> None:
-        for piece in pieces:
-            sink.put(piece().cpu())
-
-    return finish
-
-
-def _send(
-    pieces: Sequence[Any],
-    numels: Sequence[int],
-    dtype: str,
-    to: int,
-    access: StateAccess,
-    pool: StagingPool,
-) -> Finish:
-    """Launch sending pieces as one message."""
-    memory = pool.take(sum(numels), like=access.empty(0, dtype))
-    message = memory.narrow(0, 0, sum(numels))
-    for part, piece in zip(message.split(list(numels)), pieces, strict=True):  # type: ignore[no-untyped-call]
-        part.copy_(piece())
-    pending = access.group.send(message, dst=to)
-
-    def finish() -> None:
-        pending.wait()
-        pool.give_back(memory)
+        for piece in pieces_of(chunk, flats):
+            sink.put(piece.cpu())
 
     return finish
 
 
 def _receive(
-    numels: Sequence[int],
-    dtype: str,
-    src: int,
-    access: StateAccess,
-    pool: StagingPool,
-    sink: _Sink,
+    chunk: Chunk, dtype: str, src: int, access: StateAccess, pool: StagingPool, sink: _Sink
 ) -> Finish:
-    """Launch receiving one message; its pieces are written when it is there."""
-    memory = pool.take(sum(numels), like=access.empty(0, dtype))
-    message = memory.narrow(0, 0, sum(numels))
+    """Launch receiving one chunk; its pieces are written when it is there."""
+    memory = pool.take(chunk.numel, like=access.empty(0, dtype))
+    message = memory.narrow(0, 0, chunk.numel)
     pending = access.group.recv(message, src=src)
 
     def finish() -> None:
         pending.wait()
-        for piece in message.split(list(numels)):  # type: ignore[no-untyped-call]
+        for piece in split_chunk(message, chunk):
             sink.put(piece)
         pool.give_back(memory)
 

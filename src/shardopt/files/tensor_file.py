@@ -345,19 +345,17 @@ class TensorFile:
         return next((name for stop, name in ends if stop > offset), CHECKSUMS)
 
     def _read_into(self, view: memoryview, first: int) -> None:
-        at = self._start + first
-        while len(view):
-            count = os.preadv(self._file.fileno(), [view], at)
-            if not count:
-                raise CheckpointError(f"{self.path}: cut short")
-            view, at = view[count:], at + count
+        self._fill(view, self._start + first)
 
     def _pread(self, nbytes: int, at: int) -> bytes:
         buffer = bytearray(nbytes)
-        view = memoryview(buffer)
+        self._fill(memoryview(buffer), at)
+        return bytes(buffer)
+
+    def _fill(self, view: memoryview, at: int) -> None:
+        self._file.seek(at)
         while len(view):
-            count = os.preadv(self._file.fileno(), [view], at)
+            count = self._file.readinto(view)
             if not count:
                 raise CheckpointError(f"{self.path}: cut short")
-            view, at = view[count:], at + count
-        return bytes(buffer)
+            view = view[count:]
