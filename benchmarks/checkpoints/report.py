@@ -145,7 +145,7 @@ def notes(records: Sequence[Record]) -> list[str]:
         "beyond what it was before the call; with mapped files: the growth of the kernel's peak (VmHWM), in which pages "
         "of files that are mapped count too.",
         "Async: both calls with one stager, whose memory stays from the first to the second; a call returns when state "
-        "may change again; written: until files are there, the call included. What that takes from training meanwhile is "
+        "may change again, or staged in the background at once, and state may change when it is staged; written: until files are there, the call included. What that takes from training meanwhile is "
         "not measured.",
         "Load: into an optimizer that has not stepped, so memory grows by a rank's part of the state at least; touched: until "
         "each element was updated once in place, as the next step does, in case loading has only mapped a file.",

@@ -27,6 +27,7 @@ SAVED = "save"
 RETURNED = "load"
 TOUCHED = "touched"
 CALLED = ("1st call", "2nd call")
+STAGED = ("1st staged", "2nd staged")
 WRITTEN = ("1st written", "2nd written")
 """What is reported of a variant: the names of its phases."""
 
@@ -158,8 +159,17 @@ def raw_write(subject: Subject, folder: Path) -> None:
 # --- Async save -----------------------------------------------------------------------------------------------------
 
 
-def async_saves(name: str, *, system: str, state_dict: Callable[[Subject], dict[str, Any]]) -> None:
-    """Register ``dcp.async_save``, twice with one stager, whose memory the second call finds."""
+def async_saves(
+    name: str,
+    *,
+    system: str,
+    state_dict: Callable[[Subject], dict[str, Any]],
+    in_background: bool = False,
+) -> None:
+    """Register ``dcp.async_save``, twice with one stager, whose memory the second call finds.
+
+    ``in_background`` copies the state on a thread, while forward and backward would run; the next step waits for that.
+    """
 
     def run(subject: Subject, folder: Path, meter: Meter) -> None:
         group = dist.new_group(backend="gloo")
@@ -167,20 +177,26 @@ def async_saves(name: str, *, system: str, state_dict: Callable[[Subject], dict[
             StagingOptions(
                 use_pinned_memory=False,
                 use_shared_memory=False,
-                use_async_staging=False,
+                use_async_staging=in_background,
                 use_non_blocking_copy=False,
             )
         )
-        for number, (called, written) in enumerate(zip(CALLED, WRITTEN, strict=True)):
+        for number, (called, staged, written) in enumerate(
+            zip(CALLED, STAGED, WRITTEN, strict=True)
+        ):
             with meter(written) as mark:
-                future = dcp.async_save(
+                saving: Any = dcp.async_save(
                     state_dict(subject),
                     checkpoint_id=folder / str(number),
                     process_group=group,
                     async_stager=stager,
                 )
                 mark(called)
-                future.result()
+                if in_background:
+                    saving.staging_completion.result()
+                    mark(staged)
+                    saving = saving.upload_completion
+                saving.result()
             os.sync()
         stager.close()
 
@@ -188,6 +204,12 @@ def async_saves(name: str, *, system: str, state_dict: Callable[[Subject], dict[
 
 
 async_saves("shardopt dcp.async_save", system="shardopt", state_dict=named)
+async_saves(
+    "shardopt dcp.async_save staged behind",
+    system="shardopt",
+    state_dict=named,
+    in_background=True,
+)
 async_saves("fsdp2 dcp.async_save", system="fsdp2", state_dict=named_fsdp2)
 
 SYNCHRONOUS = {"shardopt": "shardopt dcp.save", "fsdp2": "fsdp2 dcp.save"}
