@@ -17,8 +17,8 @@ from shardopt.checkpoint.load import local_groups
 from shardopt.errors import StateMismatchError
 from shardopt.partition import Box, Part, boxes_of, is_dense, memory_order
 
-MakeTensor = Callable[[Any, Sequence[int], Sequence[int], Sequence[Box]], Any]
-"""(local, shape, stride, boxes): what DCP saves; its ``local`` is what was loaded into it, in the shape of ``local``."""
+MakeTensor = Callable[[Any, Sequence[int], Sequence[int], Sequence[Box], bool], Any]
+"""(local, shape, stride, boxes, is_live): what DCP saves; its ``local`` is what was loaded into it, in the shape of ``local``."""
 
 
 def state_by_name(
@@ -37,20 +37,15 @@ def state_by_name(
         make_tensor: Makes what DCP saves.
         initial: The state of parts that have none yet, to be loaded into.
     """
-    local = access.read()
-    entries: dict[Part, Mapping[str, Any]] = {**initial, **local.entries}
-    for part, entry in initial.items():
-        if part in local.entries:  # master weights only
-            entries[part] = {**entry, **local.entries[part]}
-    state = {
-        names[part.param]: {
-            key: _tensor(key, value, part, access, make_tensor)
+    live = access.read().entries
+    state: dict[str, Any] = {}
+    for part in sorted({**initial, **live}, key=lambda part: part.param):
+        state[names[part.param]] = {
+            key: _tensor(value, part, access, make_tensor, is_live=key in live.get(part, {}))
             if access.is_tensor(value)
             else value
-            for key, value in entry.items()
+            for key, value in {**initial.get(part, {}), **live.get(part, {})}.items()
         }
-        for part, entry in sorted(entries.items(), key=lambda item: item[0].param)
-    }
     packed = []
     start = 0
     for group in param_groups:
@@ -60,7 +55,9 @@ def state_by_name(
     return {"state": state, "param_groups": packed}
 
 
-def _tensor(key: str, value: Any, part: Part, access: StateAccess, make_tensor: MakeTensor) -> Any:
+def _tensor(
+    value: Any, part: Part, access: StateAccess, make_tensor: MakeTensor, *, is_live: bool
+) -> Any:
     """A tensor of the state of a part, as boxes of that of the whole parameter."""
     spec = access.specs[part.param]
     shape, stride = tuple(value.shape), tuple(value.stride())
@@ -77,7 +74,7 @@ def _tensor(key: str, value: Any, part: Part, access: StateAccess, make_tensor: 
         if is_dense(tuple(value.shape), tuple(value.stride()))
         else value.detach().contiguous()
     )
-    return make_tensor(dense, shape, stride, boxes)
+    return make_tensor(dense, shape, stride, boxes, is_live)
 
 
 def _descending(shape: Sequence[int]) -> tuple[int, ...]:
@@ -127,4 +124,5 @@ def local_of_named(
 def _loaded(value: Any, access: StateAccess) -> Any:
     """A value after loading, in memory of its own."""
     local = getattr(value, "local", value)
-    return local.detach().clone() if access.is_tensor(local) else local
+    is_live = getattr(value, "is_live", True)
+    return local.detach().clone() if is_live and access.is_tensor(local) else local

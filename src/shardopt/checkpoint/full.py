@@ -15,16 +15,22 @@ from shardopt.checkpoint.structure import take_tensors
 from shardopt.collectives import Group, raise_together, require_equal
 
 
-def require_target(group: Group, to: int) -> None:
+def require_target(group: Group, rank: int, *, name: str = "to") -> None:
     """Raise on all ranks unless they name the same rank of the group. Collective.
+
+    Args:
+        group: The sharding group.
+        rank: What this rank was given.
+        name: Of the argument, for messages.
 
     Raises:
         RankMismatchError: They name different ones.
         ValueError: It is no rank of the group.
     """
-    require_equal(group, [("to", repr(to))], subject="consolidate_state_dict()")
-    if to not in range(group.world_size):
-        raise ValueError(f"to: expected a rank in [0, {group.world_size}), got {to!r}")
+    subject = "consolidate_state_dict()" if name == "to" else "load_full()"
+    require_equal(group, [(name, repr(rank))], subject=subject)
+    if rank not in range(group.world_size):
+        raise ValueError(f"{name}: expected a rank in [0, {group.world_size}), got {rank!r}")
 
 
 def collect_full(

@@ -159,7 +159,7 @@ class ShardedState:
         self, param_groups: list[dict[str, Any]], path_or_dict: Any, *, src: int, strict: bool
     ) -> None:
         """Load what rank ``src`` has. Collective."""
-        require_target(self._group, src)
+        require_target(self._group, src, name="src")
         access = self._access(strict=strict)
         with ExitStack() as opened:
 

@@ -41,6 +41,7 @@ class SavedTensor(torch.Tensor):
         shape: Sequence[int],
         stride: Sequence[int],
         boxes: Sequence[Box],
+        is_live: bool,
     ) -> SavedTensor:
         """Make one of ``shape``.
 
@@ -50,6 +51,7 @@ class SavedTensor(torch.Tensor):
             shape: Of the whole tensor.
             stride: Says in which order its dimensions lie in memory.
             boxes: Boxes of the tensor with its dimensions in that order.
+            is_live: Whether ``local`` must not change; else it is loaded into.
         """
         made: SavedTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=local.dtype, device=local.device
@@ -59,7 +61,7 @@ class SavedTensor(torch.Tensor):
         made._boxes = tuple((b.permuted(order).offsets, b.sizes, tuple(place)) for b in boxes)
         made._flat = local.as_strided((local.numel(),), (1,))
         made._local_shape, made._local_stride = tuple(local.shape), tuple(local.stride())
-        made._target = None
+        made._target = None if is_live else made._flat
         return made
 
     def __init__(self, *_: Any) -> None:
@@ -110,12 +112,18 @@ class SavedTensor(torch.Tensor):
         return self._flat if self._target is None else self._target
 
     @property
+    def is_live(self) -> bool:
+        """Whether ``local`` is memory that training uses."""
+        return self._target is None
+
+    @property
     def local(self) -> Tensor:
         """The same in the shape of what this rank holds."""
         return self.loaded.as_strided(self._local_shape, self._local_stride)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        self._target = torch.empty_like(self._flat)
+        if self._target is None:
+            self._target = torch.empty_like(self._flat)
         return self._chunks()
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:

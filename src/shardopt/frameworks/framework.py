@@ -54,7 +54,7 @@ class Framework:
         is_separable: Whether an optimizer class is known to update every parameter on its own, so that it may update some
             now and others later.
         outside_of_graphs: Makes a function that the framework's compiler of models leaves alone.
-        saved_tensor: (local, shape, stride, boxes) -> what the framework's distributed checkpoints save of a tensor, or None
+        saved_tensor: (local, shape, stride, boxes, is_live) -> what the framework's distributed checkpoints save of a tensor, or None
             where it has none.
         load_pickled: Reads a state dict that the framework's ``save`` has written, tensors on the CPU and mapped if possible,
             without running anything that is in it.
