@@ -49,18 +49,19 @@ def save_sharded(
             groups = packed_groups(param_groups) if group.rank == 0 else None
             if group.is_first_replica:
                 write_rank_file(path, local, groups, access)
-        parts = [[p.param, p.offset, p.numel, p.is_whole] for p in local.entries]
-        parts_by_rank = group.all_gather_object(parts)[: group.world_size]
-        names = {rank: file_name(save, rank) for rank in range(group.world_size)}
-        with raise_together(group, doing="save()"):
-            if group.is_first:
-                require_files(folder, list(names.values()))
-                sync_folder(folder)
-                index = access.index(save, parts_by_rank)
-                commit(folder, {**index, "files": names})
     except Exception:
-        path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)  # what comes next needs this rank, so no manifest will name it
         raise
+    parts = [[p.param, p.offset, p.numel, p.is_whole] for p in local.entries]
+    parts_by_rank = group.all_gather_object(parts)[: group.world_size]
+    names = {rank: file_name(save, rank) for rank in range(group.world_size)}
+    # from here on the files stay, whatever happens: rank 0 may have made them current before it died
+    with raise_together(group, doing="save()"):
+        if group.is_first:
+            require_files(folder, list(names.values()))
+            sync_folder(folder)
+            index = access.index(save, parts_by_rank)
+            commit(folder, {**index, "files": names})
     with raise_together(group, doing="save()"):
         if group.is_first:
             sync_folder(folder)
