@@ -56,7 +56,7 @@ def start() -> Training:
         lr=0.01,
     )
     scheduler = LambdaLR(optimizer, lambda step: 0.99**step)
-    scaler = torch.amp.GradScaler("cpu", growth_interval=2)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=4)  # so short that its state matters here
     torch.manual_seed(1 + dist.get_rank())  # each rank draws masks of its own
     return Training(model, optimizer, scheduler, scaler)
 

@@ -55,7 +55,7 @@ def save_sharded(
     parts = [[p.param, p.offset, p.numel, p.is_whole] for p in local.entries]
     parts_by_rank = group.all_gather_object(parts)[: group.world_size]
     names = {rank: file_name(save, rank) for rank in range(group.world_size)}
-    # from here on the files stay, whatever happens: rank 0 may have made them current before it died
+    # from here on the files stay, whatever happens: rank 0 may have made them current, or be about to
     with raise_together(group, doing="save()"):
         if group.is_first:
             require_files(folder, list(names.values()))
