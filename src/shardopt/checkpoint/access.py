@@ -55,7 +55,7 @@ class SavedParam:
     @classmethod
     def of(cls, spec: ParamSpec) -> SavedParam:
         """Those of ``spec``."""
-        return cls(spec.name, spec.shape, spec.stride, spec.dtype.rpartition(".")[2])
+        return cls(spec.name, spec.shape, spec.flat_stride, spec.dtype.rpartition(".")[2])
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 from shardopt.checkpoint.access import StateAccess
 from shardopt.checkpoint.load import local_groups
 from shardopt.errors import StateMismatchError
-from shardopt.partition import Box, Part, boxes_of, is_dense, memory_order
+from shardopt.partition import Box, Part, boxes_of, is_dense, memory_order, row_major
 
 MakeTensor = Callable[[Any, Sequence[int], Sequence[int], Sequence[Box], bool], Any]
 """(local, shape, stride, boxes, is_live): what DCP saves; its ``local`` is what was loaded into it, in the shape of ``local``."""
@@ -63,10 +63,10 @@ def _tensor(
     shape, stride = tuple(value.shape), tuple(value.stride())
     if not part.is_whole and shape == (part.numel,):
         shape, start = spec.shape, part.offset
-        stride = spec.stride if spec.is_dense else _descending(shape)
+        stride = spec.flat_stride
     else:
         start = 0
-        stride = stride if is_dense(shape, stride) else _descending(shape)
+        stride = stride if is_dense(shape, stride) else row_major(shape)
     ordered = [shape[dim] for dim in memory_order(shape, stride)]
     boxes = boxes_of(ordered, start, start + value.numel())
     dense = (
@@ -75,11 +75,6 @@ def _tensor(
         else value.detach().contiguous()
     )
     return make_tensor(dense, shape, stride, boxes, is_live)
-
-
-def _descending(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides that say row-major."""
-    return tuple(range(len(shape), 0, -1))
 
 
 def local_of_named(

@@ -18,7 +18,7 @@ from shardopt.checkpoint.load import has_param_shape, require_flat
 from shardopt.checkpoint.state_dict import in_memory_order, shaped_like
 from shardopt.errors import CheckpointError
 from shardopt.files import TensorEntry, TensorFile, decode, read_manifest
-from shardopt.partition import ParamSpec, Part, Range, memory_order, plan_transfers
+from shardopt.partition import ParamSpec, Part, Range, memory_order, plan_transfers, row_major
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -169,8 +169,8 @@ class SavedState:
         empty: Empty,
     ) -> Tensor:
         """The elements of a part, in the memory order of ``spec``, of one tensor that has the parameter's shape."""
-        stored = _row_major(spec.shape) if held[0].part.is_whole else self.params[part.param].stride
-        is_ordered = _lies_like(spec.shape, stored, spec.stride) or not spec.is_dense
+        stored = row_major(spec.shape) if held[0].part.is_whole else self.params[part.param].stride
+        is_ordered = _lies_like(spec.shape, stored, spec.flat_stride)
         start, stop = (part.offset, part.offset + part.numel) if is_ordered else (0, spec.numel)
         flat = empty(stop - start, dtype)
         ranges = [Range(n, s.part.offset, s.part.offset + s.part.numel) for n, s in enumerate(held)]
@@ -219,15 +219,6 @@ class SavedState:
 def is_cut(entry: TensorEntry, part: Part) -> bool:
     """Whether a tensor of a flat part has an element for each of its part."""
     return entry.shape == (part.numel,)
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
 
 
 def _lies_like(shape: tuple[int, ...], stride: tuple[int, ...], other: tuple[int, ...]) -> bool:

@@ -8,7 +8,7 @@ Every rank plans for itself, so planning is deterministic: same arguments, same 
 This room imports nothing of the package; all sizes, offsets, owners and padding are computed here, once.
 """
 
-from shardopt.partition.boxes import Box, boxes_of, memory_order
+from shardopt.partition.boxes import Box, boxes_of, memory_order, row_major
 from shardopt.partition.chunks import Chunk, Piece, num_blocks_of, plan_chunks
 from shardopt.partition.costs import newton_schulz_work
 from shardopt.partition.elements import plan_element_layout
@@ -51,5 +51,6 @@ __all__ = [
     "plan_layout",
     "plan_owners",
     "plan_transfers",
+    "row_major",
     "whole_loads",
 ]

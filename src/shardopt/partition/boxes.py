@@ -64,6 +64,11 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
     return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes_of(shape[1:], start, stop)]
 
 
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor. Example: ``row_major((2, 3, 4))`` is ``(12, 4, 1)``."""
+    return tuple(prod(max(length, 1) for length in shape[dim + 1 :]) for dim in range(len(shape)))
+
+
 def memory_order(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
     """The dimensions of a dense tensor from the one that moves slowest in memory to the fastest.
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
+from shardopt.partition.boxes import row_major
+
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether the elements of a tensor fill one gapless range of memory, in whatever order.
@@ -76,6 +78,11 @@ class ParamSpec:
     def is_dense(self) -> bool:
         """Whether its elements fill one gapless range of memory."""
         return is_dense(self.shape, self.stride)
+
+    @property
+    def flat_stride(self) -> tuple[int, ...]:
+        """The strides with which its parts count elements: its own if it is dense, else row-major, as in its bucket."""
+        return self.stride if self.is_dense else row_major(self.shape)
 
     @property
     def is_contiguous(self) -> bool:
